@@ -17,6 +17,7 @@ FLOORS = (
     {"base"},
     {"config", "errors", "kernels", "rope_parameters"},
     {"distributed", "weights"},
+    {"layout"},
     {"hf_config", "parameters"},
     {"core"},
     {"quantization"},
@@ -123,7 +124,7 @@ def test_no_import_runs_upward_or_sideways() -> None:
 
 
 def test_the_house_stays_small() -> None:
-    """There are at most 21 rooms, and 116 pairs of rooms of which one imports the other."""
+    """There are at most 22 rooms, and 123 pairs of rooms of which one imports the other."""
     files = module_files(ROOT)
     known = {name.rsplit(".", up)[0] for name in files for up in range(name.count(".") + 1)}
     arrows = {
@@ -132,8 +133,8 @@ def test_the_house_stays_small() -> None:
         for imported, _ in imports(ast.parse(path.read_bytes()), known)
         if imported in known and room_of(importer) != room_of(imported)
     }
-    assert len(FLOOR_OF) <= 21
-    assert len(arrows) <= 116
+    assert len(FLOOR_OF) <= 22
+    assert len(arrows) <= 123
 
 
 def test_every_folder_of_the_house_is_walked() -> None:

@@ -94,7 +94,7 @@ def mlp(name: str, hidden: int, intermediate: int) -> Tensors:
     }
 
 
-def layer(number: int, hidden: int = 7168, heads: int = 64) -> Tensors:
+def layer(number: int, hidden: int = 7168, heads: int = 64, experts: int = 384) -> Tensors:
     at = f"model.layers.{number}"
     tensors: Tensors = {
         f"{at}.input_layernorm.weight": ("BF16", [hidden]),
@@ -109,10 +109,10 @@ def layer(number: int, hidden: int = 7168, heads: int = 64) -> Tensors:
     }
     if number < CONFIG["first_k_dense_replace"]:
         return tensors | mlp(f"{at}.mlp", hidden, 18432)
-    tensors[f"{at}.mlp.gate.weight"] = ("BF16", [384, hidden])
-    tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", [384])
+    tensors[f"{at}.mlp.gate.weight"] = ("BF16", [experts, hidden])
+    tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", [experts])
     tensors |= mlp(f"{at}.mlp.shared_experts", hidden, 2048)
-    for expert in range(384):
+    for expert in range(experts):
         tensors |= mlp(f"{at}.mlp.experts.{expert}", hidden, 2048)
     return tensors
 
@@ -191,8 +191,8 @@ def measure(arguments: Sequence[str]) -> tuple[dict[str, float], str]:
 
 
 def peak_resident(pid: int) -> int:
-    """Return the peak memory of a process in KiB; 0 once it has ended."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    """Return the peak memory of a process in KiB; 0 once it has ended. Process 0 is this one."""
+    status = Path(f"/proc/{pid or 'self'}/status").read_text()
     return next((int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line), 0)
 
 

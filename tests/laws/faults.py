@@ -31,6 +31,7 @@ from vllm_module.parameters.division import division_of
 HERE = Path(__file__).parent
 sharding = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_sharding.py")))
 loading = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_loading.py")))
+layouts = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_layouts.py")))
 
 
 class Fault(NamedTuple):
@@ -147,6 +148,7 @@ def together(where: str, faulty: Callable[..., Any]) -> Callable[[], AbstractCon
 
 FILL = "core.planner:Planner.fill"
 FIND = "core.routes:find"
+BOXES = "parameters.boxes:boxes_of"
 EXECUTE = "core.run:Run.execute"
 GROUPS = "core.planner:Planner.groups"
 MATERIALIZED = "core.tree:materialized"
@@ -396,6 +398,29 @@ FAULTS = (
           instead(READ, loading.unwritten)),
     Fault("an update makes a mixture whole", "reload_in_place", "column",
           instead(EXECUTE, loading.whole_after_update)),
+    # Where a layout says that boxes lie
+    Fault("a box lies one value too far", "laid_out", "column",
+          instead(BOXES, layouts.each_box(layouts.held(offset=lambda held: held.offset + 1)))),
+    Fault("a box lies one row too far in padding", "laid_out", "embedding",
+          instead(BOXES, layouts.each_box(layouts.held(offset=lambda held: held.offset + held.strides[0])))),
+    Fault("a box is one row before the one that is held", "laid_out", "column",
+          instead(BOXES, layouts.each_box(layouts.one_row_later))),
+    Fault("a box lacks its last row", "laid_out", "row",
+          instead(BOXES, layouts.each_box(layouts.one_row_less))),
+    Fault("a box is transposed", "laid_out", "replicated",
+          instead(BOXES, layouts.each_box(layouts.held(strides=lambda held: held.strides[::-1])))),
+    Fault("a layout has a box twice", "laid_out", "merged", instead(BOXES, layouts.twice)),
+    Fault("a layout lacks the last box", "laid_out", "merged", instead(BOXES, layouts.last_missing)),
+    Fault("a rank's boxes are the next rank's", "laid_out", "attention",
+          instead("core.layout_of:_Layouts._classes", layouts.of_next_rank)),
+    Fault("experts lie over each other", "laid_out", "experts",
+          instead(BOXES, layouts.each_box(layouts.held(step=lambda held: held.step // 2)))),
+    Fault("experts have one value between them", "laid_out", "experts",
+          instead(BOXES, layouts.each_box(layouts.held(step=lambda held: held.step + bool(held.step))))),
+    Fault("a layout takes no notice of the stored order", "laid_out", "layouts",
+          instead("parameters.boxes:_of_piece", layouts.without_order)),
+    Fault("packed values count as elements", "laid_out", "packed while loading",
+          instead(BOXES, layouts.each_box(layouts.held(packed=lambda held: 1)))),
     # What is made of weights as they arrive
     Fault("a weight's scales go to another slot", "sharding_equivalent", "quantized while loading",
           instead("parameters:BasevLLMParameter.region", lambda region, parameter, slot:

@@ -16,6 +16,7 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, dtype_name, kept_pieces
 from vllm_module.config import EngineConfig
 from vllm_module.core.fill import Fill
+from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import LoadReport
 from vllm_module.core.tree import is_typed, slots_of
 from vllm_module.distributed import expert_parallel, tensor_parallel
@@ -74,7 +75,7 @@ class RankPlan:
     recurrent layers keep of a sequence.
     ``replicated``: the share of the parameters' elements that the rank holds whole.
     ``plans``: of all ranks, in the model's order. ``paths``: the tensors of rank 0, each with its
-    names.
+    names. ``load``: the plan of rank 0, from which those of all ranks come.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class RankPlan:
     state_bytes: int
     replicated: float
     paths: Mapping[torch.Tensor, Sequence[str]]
+    load: LoadPlan
 
     def reads(self) -> Iterator[RankRead]:
         """Yield every piece that this rank reads, in the model's order."""
@@ -162,9 +164,9 @@ def plan_ranks(
     paths: dict[torch.Tensor, list[str]] = {}
     for path, tensor in _tensors(model):
         paths.setdefault(tensor, []).append(path)
-    plan = plan_from(model, checkpoint)
-    groups = plan.alike()
-    plan = replace(plan, fills=[group[0] for group in groups])
+    load = plan_from(model, checkpoint)
+    groups = load.alike()
+    plan = replace(load, fills=[group[0] for group in groups])
     plans: list[TensorPlan] = []
     kept: list[list[tuple[KeptPiece, ...]]] = []  # by rank and group
     ranks = []
@@ -189,6 +191,7 @@ def plan_ranks(
                 state,
                 replicated,
                 paths,
+                load,
             )
         )
     plans += _tensor_plans(groups, zip(*kept, strict=True), model)

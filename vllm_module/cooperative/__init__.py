@@ -5,7 +5,7 @@ rank alone wants, it reads itself. Rows that several ranks want are laid out in 
 order, and go through a ring of buffers: each rank reads its part of every batch, and copies what it
 wants out of the buffers.
 
-``regions.py`` has what a plan will read, ``wants.py`` what ranks tell each other of it,
+``wants.py`` has what a plan will read, and what ranks tell each other of it,
 ``batches.py`` the layout, ``reader.py`` the reader, ``reading.py`` how ranks open it together, and
 ``choice.py`` whether it is worth it.
 """

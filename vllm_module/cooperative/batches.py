@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.cooperative.regions import Box, volume
+from vllm_module.weights.region import Box, volume
 
 _ALIGNMENT = 64  # bytes between tensors in a buffer: any dtype's, and a line of the CPU's cache
 

@@ -10,11 +10,11 @@ import torch
 
 from vllm_module.base.messages import printable_name
 from vllm_module.cooperative.batches import Chunk
-from vllm_module.cooperative.regions import Box, Region, narrowed, overlap, volume, whole
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import Destination, Handle, Readers, TensorHandle, read_into
 from vllm_module.weights.handle import read_together
+from vllm_module.weights.region import Box, Region, narrowed, overlap, volume, whole
 
 
 class SharedReader:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from vllm_module.cooperative.batches import lay_out, parts_of
 from vllm_module.cooperative.reader import SharedReader
-from vllm_module.cooperative.regions import regions_of
-from vllm_module.cooperative.wants import Wants, shared_regions
+from vllm_module.cooperative.wants import Wants, regions_of, shared_regions
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.run import Reader
 from vllm_module.core.tree import state_of

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
-from vllm_module.cooperative.regions import Box, Region
-from vllm_module.weights import Handle
+from vllm_module.core.plan import LoadPlan
+from vllm_module.weights import Handle, TensorHandle, Weight
+from vllm_module.weights.region import Box, Region, whole
 
 # A region that is cut inside its rows into segments of this length is read well by itself.
 _LONG_SEGMENT = 64 << 10
@@ -104,3 +105,24 @@ def shared_regions(
             handle = handles[names[number]]
             rows = ((first, end - first), *((0, size) for size in handle.shape[1:]))
             yield names[number], rows if handle.shape else (), handle.dtype
+
+
+def regions_of(plan: LoadPlan, names: Mapping[int, str]) -> Iterator[tuple[str, list[Region]]]:
+    """Yield for each fill of a plan the name of its tensor, and the regions that will be read.
+
+    There is one for each handle that a reader gets. ``names`` has the names of the checkpoint's
+    handles, by their ``id``. Of another handle, which an override made, name and regions are empty.
+    """
+    for fill in plan.fills:
+        weight = fill.weight
+        if isinstance(weight, torch.Tensor | TensorHandle):
+            continue
+        name = names.get(id(weight), "")
+        region = Region(name, weight.shape, whole(weight.shape) if name else (), weight.dtype)
+        if fill.tied_to is not None:  # it is compared before the others are read
+            yield name, []
+        elif name:
+            standing_in = fill._replace(weight=cast(Weight, cast(Handle, region)))
+            yield name, [cast(Region, source) for source, _ in standing_in.jobs()]
+        else:
+            yield name, [region for _ in fill.jobs()]

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,9 +15,13 @@ from torch import nn
 from vllm_module.base.summary import Summarized, mebibytes
 from vllm_module.core.fill import Fill
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tree import Location, Node, is_typed
+from vllm_module.core.tree import Location, Node, is_typed, kind_of
 from vllm_module.parameters import Reordered
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
+from vllm_module.weights.handle import FileHandle
+
+if TYPE_CHECKING:
+    from vllm_module.layout import Layout
 
 
 class Read(NamedTuple):
@@ -32,6 +36,14 @@ class Read(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the piece, as the checkpoint stores it."""
         return self.source.shape.numel() * self.source.dtype.itemsize
+
+
+class FileRange(NamedTuple):
+    """Bytes of a checkpoint's file, from ``begin`` to before ``end``."""
+
+    file: Path
+    begin: int
+    end: int
 
 
 class PlannedMemory(NamedTuple):
@@ -117,11 +129,53 @@ class LoadPlan(Summarized):
             groups.setdefault(key, []).append(each)
         return list(groups.values())
 
+    def layout(self, ranks: int | None = None) -> Layout:
+        """Return which box of each tensor lies where on each of ``ranks`` ranks.
+
+        By default there are as many ranks as the model is built for. Raises ``WeightLoadError`` if
+        a load would be refused, and where a layout cannot tell what is read: for a sharded state,
+        and for tensors that an override has cut in memory.
+        """
+        from vllm_module.core.layout_of import layout_of_fills  # its classes take time to import
+
+        self.report.raise_if_refused(type(self.module).__name__, touched=False, folder=self.folder)
+        return layout_of_fills(self.module, self.fills, self.report, ranks)
+
     def reads(self) -> Iterator[Read]:
         """Yield every piece that this rank would read, its handle narrowed to what is kept."""
         for each in self.fills:
             for piece in each.pieces():
                 yield Read(each.name, each.location.path, each.slot, piece.source)
+
+    def ranges(self, rank: int | None = None, gap: int | None = None) -> list[FileRange]:
+        """Return the bytes of files that a rank reads, in the order of reading.
+
+        By default the rank is the plan's own, and the ranges are those that our own reader asks
+        for: whole OS pages, and small gaps between them. With a ``gap``, they are the bytes that
+        are kept, and what is between two ranges if it is at most so many bytes. Tensors that are
+        in no file have none.
+        """
+        plan = self if rank is None else self.of_rank(rank)
+        found: list[FileRange] = []
+        for fill in plan.fills:
+            if not isinstance(fill.weight, FileHandle):
+                continue
+            for piece in fill.pieces():
+                source = cast(FileHandle, piece.source)
+                for run in source.runs():
+                    ends = run.pages() if gap is None else run.segments(gap)
+                    for begin, end in ends:
+                        before = found[-1] if found else None
+                        follows = (
+                            before is not None
+                            and before.file == source.file
+                            and before.begin <= begin <= before.end + (gap or 0)
+                        )
+                        if follows and before is not None:
+                            found[-1] = before._replace(end=max(end, before.end))
+                        else:
+                            found.append(FileRange(source.file, begin, end))
+        return found
 
     def memory(
         self, device: torch.device | str = "cpu", counts: Sequence[int] | None = None
@@ -175,16 +229,11 @@ def in_reading_order(fills: Iterable[Fill]) -> list[Fill]:
 
 def _kind(location: Location) -> Hashable:
     """Return what the pieces of a tensor, and the memory to read them, depend on."""
-    kind, conversion = _declared(location.tensor), location.conversion
+    kind, conversion = kind_of(location.tensor), location.conversion
     if conversion is None:
         return kind
     beside = location.node.module._parameters.values()  # a conversion may fill others too
-    return kind, id(conversion), *(_declared(each) for each in beside if each is not None)
-
-
-def _declared(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    values = (each if isinstance(each, Hashable) else id(each) for each in vars(tensor).values())
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, *values
+    return kind, id(conversion), *(kind_of(each) for each in beside if each is not None)
 
 
 def _module_of_rank(

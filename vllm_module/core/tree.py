@@ -6,7 +6,7 @@ tensors of any other module are loaded by the nearest module above that has one,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -342,6 +342,12 @@ def is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:
 def slots_of(tensor: torch.Tensor) -> Collection[str]:
     """Return the names of the slots of ``tensor``; a tensor that is not fused has one, ``""``."""
     return tensor.slots if is_typed(tensor) else _WHOLE
+
+
+def kind_of(tensor: torch.Tensor) -> Hashable:
+    """Return what the pieces of a tensor depend on."""
+    values = (each if isinstance(each, Hashable) else id(each) for each in vars(tensor).values())
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, *values
 
 
 def own_slots(root: nn.Module) -> dict[str, set[str]]:

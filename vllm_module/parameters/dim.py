@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -153,7 +153,7 @@ class Dim:
         """Return a dimension of ``size`` features cut into ``parts``."""
         return cls((Slot("", size, parts, padded),))
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the slots that a checkpoint may store apart; empty if there are none."""
         apart = self.groups is None and self.slots[0].name
@@ -292,13 +292,15 @@ class Experts:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The part of each slot that this rank keeps: all or nothing."""
-        first, end = self.kept.start, self.kept.stop
-        return tuple(
-            Shard(str(expert), 0, 1, expert - first, 1)
-            if first <= expert < end
-            else Shard(str(expert), 0, 0, 0 if expert < first else end - first, 0)
-            for expert in range(self.count)
-        )
+        return _experts_shards(self.count, self.kept)
+
+
+@lru_cache(maxsize=256)  # all layers of a model and all parameters of a layer share the result
+def _experts_shards(count: int, kept: range) -> tuple[Shard, ...]:
+    before = (Shard(str(expert), 0, 0, 0, 0) for expert in range(kept.start))
+    held = (Shard(str(expert), 0, 1, at, 1) for at, expert in enumerate(kept))
+    after = (Shard(str(expert), 0, 0, len(kept), 0) for expert in range(kept.stop, count))
+    return (*before, *held, *after)
 
 
 @lru_cache(maxsize=64)  # all layers of a model share the result

@@ -35,6 +35,7 @@ from vllm_module.testing.cost import (
     assert_memory_bounded,
     assert_reads_what_it_keeps,
 )
+from vllm_module.testing.layouts import assert_laid_out
 from vllm_module.testing.lifecycle import assert_meta_first, assert_pure, assert_reload_in_place
 from vllm_module.testing.poison import poisoned_memory
 from vllm_module.testing.sharding import assert_routed_exactly, assert_sharding_equivalent
@@ -52,7 +53,7 @@ from vllm_module.testing.strategies import (
     vocabularies,
 )
 
-# In the order of the laws, 1 to 10.
+# In the order of the laws, 1 to 11.
 LAWS: tuple[Law, ...] = (
     assert_accounting_exact,
     assert_order_independent,
@@ -64,6 +65,7 @@ LAWS: tuple[Law, ...] = (
     assert_reads_what_it_keeps,
     assert_reload_in_place,
     assert_cost_linear,
+    assert_laid_out,
 )
 
 __all__ = [
@@ -74,6 +76,7 @@ __all__ = [
     "ParameterLayout",
     "assert_accounting_exact",
     "assert_cost_linear",
+    "assert_laid_out",
     "assert_memory_bounded",
     "assert_meta_first",
     "assert_order_independent",

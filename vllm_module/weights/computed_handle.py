@@ -40,6 +40,7 @@ class ComputedHandle(FileHandle):
         self.file_bytes, self.name, self.dtype, self.shape = (
             stored.file_bytes, stored.name, dtype, shape
         )  # fmt: skip
+        self.whole = None  # an override that narrows values does not know where they lie
         self._stored, self._compute, self._first = stored, compute, first
 
     @property

@@ -62,6 +62,14 @@ class ByteRun:
             run = ByteRun(offset, self.length, self.stride, count, self.cut)
             yield run, address + first * self.length
 
+    def segments(self, gap: int) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of each segment; of all together if at most ``gap`` is between two."""
+        if self.stride - self.length <= gap:
+            yield self.offset, self.offset + self.span
+            return
+        for begin in range(self.offset, self.offset + self.span, self.stride):
+            yield begin, begin + self.length
+
     def pages(self) -> list[tuple[int, int]]:
         """Return the ranges of bytes to read for this run, (begin, end), in whole OS pages.
 

@@ -15,6 +15,7 @@ from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import MisshapenWeightError, WeightReadError
 from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.readable import Readable
+from vllm_module.weights.region import Region
 
 
 class Handle(Protocol):
@@ -129,7 +130,7 @@ class FileHandle:
     ``shape`` and ``dtype`` are those of the region; ``name`` is the whole tensor's.
     """
 
-    __slots__ = ("_cut", "_offset", "_strides", "dtype", "file_bytes", "name", "shape")
+    __slots__ = ("_cut", "_offset", "_strides", "dtype", "file_bytes", "name", "shape", "whole")
 
     def __init__(
         self,
@@ -140,6 +141,7 @@ class FileHandle:
         strides: tuple[int, ...],
         offset: int,
         cut: bool = False,
+        whole: FileHandle | None = None,
     ) -> None:
         self.file_bytes = file_bytes
         self.name = name
@@ -148,6 +150,7 @@ class FileHandle:
         self._strides = strides  # bytes
         self._offset = offset  # offset in the file of the region's first element
         self._cut = cut  # True if the region is less than a stored tensor
+        self.whole = whole  # the handle that this one was narrowed from
 
     @property
     def file(self) -> Path:
@@ -217,7 +220,21 @@ class FileHandle:
         shape = torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :]))
         offset = self._offset + start * self._strides[dim]
         cut = self._cut or length < size
-        return FileHandle(self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut)
+        return FileHandle(
+            self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut,
+            self.whole or self,
+        )  # fmt: skip
+
+    @property
+    def region(self) -> Region:
+        """The box of its tensor that this handle stands for."""
+        tensor = self.whole or self
+        left, starts = self._offset - tensor._offset, [0] * len(self.shape)
+        for dim in sorted(range(len(starts)), key=self._strides.__getitem__, reverse=True):
+            if self._strides[dim]:
+                starts[dim], left = divmod(left, self._strides[dim])
+        box = tuple(zip(starts, self.shape, strict=True))
+        return Region(self.name, tensor.shape, box, self.dtype)
 
     def view(self, shape: torch.Size) -> FileHandle:
         """Return a handle of the same elements, in the same order, with another shape.

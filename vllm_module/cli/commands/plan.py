@@ -80,6 +80,14 @@ def plan(
             help="Also write a page for a browser: what each rank keeps, drawn by size.",
         ),
     ] = None,
+    layout: Annotated[
+        Path | None,
+        typer.Option(
+            "--layout",
+            metavar="FILE",
+            help="Also write which part of which tensor lies where on which rank, as JSON.",
+        ),
+    ] = None,
     every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,6 +128,11 @@ def plan(
 
         with writing(html):
             html.write_text(plan_page(plan), encoding="utf-8")
+    if layout is not None and plan.report.ok:
+        from vllm_module.layout.layout_file import layout_json
+
+        with writing(layout):
+            layout.write_bytes(layout_json(plan.ranks[0].load.layout(len(plan.ranks))))
     if as_json:
         print_json(plan.as_json())
     else:

@@ -1,15 +1,11 @@
-"""Which regions of which tensors a plan will read, in its order."""
+"""A box of a tensor, and what stands for a handle where only the box is wanted."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
-
-from vllm_module.core.plan import LoadPlan
-from vllm_module.weights import Handle, TensorHandle, Weight
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # start and length in each dimension
 
@@ -44,7 +40,7 @@ def narrowed(weight: Any, box: Box, of: Box) -> Any:
 
 
 class Region(NamedTuple):
-    """What stands for a handle where a plan is asked what it will read: a box of a tensor.
+    """What stands for a handle where only a plan is wanted: a box of a tensor.
 
     Attributes:
         name: of the tensor in the checkpoint.
@@ -59,16 +55,29 @@ class Region(NamedTuple):
     box: Box
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, name: str, weight: Any) -> Region:
+        """Return the region that is all of a tensor or handle."""
+        return cls(name, weight.shape, whole(weight.shape), weight.dtype)
+
     @property
     def shape(self) -> torch.Size:
         """The shape after narrowing."""
-        return torch.Size(length for _, length in self.box)
+        return torch.Size([length for _, length in self.box])
 
     def narrow(self, dim: int, start: int, length: int) -> Region:
         """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does."""
         dim %= len(self.box)
         kept = self.box[dim][0] + start, length
         return self._replace(box=(*self.box[:dim], kept, *self.box[dim + 1 :]))
+
+    def read_into(self, destination: torch.Tensor) -> NoReturn:
+        """Raise ``TypeError``: a plan can be made with regions, and a load needs handles."""
+        raise TypeError(f"{self.name} has no bytes here: load with handles or tensors")
+
+    def read(self) -> NoReturn:
+        """Raise ``TypeError``, as :meth:`read_into` does."""
+        self.read_into(torch.empty(0))
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -77,24 +86,3 @@ class Region(NamedTuple):
         for (start, length), size in zip(self.box, self.sizes, strict=True):
             first, last = first * size + start, last * size + start + length - 1
         return first, last
-
-
-def regions_of(plan: LoadPlan, names: Mapping[int, str]) -> Iterator[tuple[str, list[Region]]]:
-    """Yield for each fill of a plan the name of its tensor, and the regions that will be read.
-
-    There is one for each handle that a reader gets. ``names`` has the names of the checkpoint's
-    handles, by their ``id``. Of another handle, which an override made, name and regions are empty.
-    """
-    for fill in plan.fills:
-        weight = fill.weight
-        if isinstance(weight, torch.Tensor | TensorHandle):
-            continue
-        name = names.get(id(weight), "")
-        region = Region(name, weight.shape, whole(weight.shape) if name else (), weight.dtype)
-        if fill.tied_to is not None:  # it is compared before the others are read
-            yield name, []
-        elif name:
-            standing_in = fill._replace(weight=cast(Weight, cast(Handle, region)))
-            yield name, [cast(Region, source) for source, _ in standing_in.jobs()]
-        else:
-            yield name, [region for _ in fill.jobs()]
