@@ -1,7 +1,7 @@
 """Sums of a digest on the CPU, in numpy.
 
 Of what torch and numpy do with integers of 64 bits, numpy's ``einsum`` multiplies and adds up the
-fastest: it does both in one pass over its inputs.
+fastest: it does both in one pass over its inputs. Large boxes are left to numba where it is there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import numpy.typing as npt
 import torch
 
 from vllm_module.kernels.digest.boxes import Matrix
+from vllm_module.kernels.digest.compiled import Multiply, compiled_multiply
 from vllm_module.kernels.digest.keys import CHUNK, CHUNK_BYTES, WORD, chunk_keys, column_keys
 
 _BATCH = 2**15  # words that are widened and multiplied at once: 256 KiB
 _TASK = 2**21  # words that one thread takes at once, at most
 _ROWS = 2**14  # of a task, at most
+_COMPILED = 2**24  # bytes of a matrix for which compiling once is worth it
+_COMPILED_BATCH = 2**18  # words
 
 
 class Part(NamedTuple):
@@ -32,7 +35,9 @@ class Part(NamedTuple):
 
 def add_matrix(matrix: Matrix) -> torch.Tensor:
     """Return the two sums of a matrix, int64 ``[2]``."""
-    tasks = [*_tasks(matrix)]
+    large = matrix.values.numel() * matrix.values.dtype.itemsize >= _COMPILED
+    compiled = compiled_multiply() if large else None
+    tasks = [(*task, compiled) for task in _tasks(matrix)]
     threads = min(torch.get_num_threads(), len(tasks))
     if threads > 1:
         with ThreadPoolExecutor(threads) as pool:
@@ -67,9 +72,9 @@ def _parts(first: int, columns: int, itemsize: int) -> Iterator[Part]:
         first = stop
 
 
-def _add(task: tuple[Matrix, Part]) -> torch.Tensor:
+def _add(task: tuple[Matrix, Part, Multiply | None]) -> torch.Tensor:
     """Return the two sums of a part of a matrix."""
-    matrix, part = task
+    matrix, part, compiled = task
     rows, itemsize = len(matrix.values), matrix.values.dtype.itemsize
     chunk, offset = divmod(part.first * itemsize, CHUNK_BYTES)
     place, lead = divmod(offset, WORD)
@@ -77,9 +82,12 @@ def _add(task: tuple[Matrix, Part]) -> torch.Tensor:
     words = -(-(lead + width * itemsize) // WORD)
     keys = column_keys(torch.device("cpu")).numpy().view(np.uint64)[:, place : place + words]
     sums = np.empty((2, rows, part.chunks), np.uint64)
-    chunks_at_once = max(1, min(part.chunks, _BATCH // words))
-    rows_at_once = max(1, min(rows, _BATCH // words // chunks_at_once))
-    buffer = np.empty((rows_at_once, chunks_at_once, words), np.uint64)
+    batch = _COMPILED_BATCH if compiled else _BATCH
+    chunks_at_once = max(1, min(part.chunks, batch // words))
+    if matrix.values.stride(1) != 1:
+        chunks_at_once = 1  # many rows and few columns are faster to transpose
+    rows_at_once = max(1, min(rows, batch // words // chunks_at_once))
+    multiply = compiled or _multiply_in(np.empty((rows_at_once, chunks_at_once, words), np.uint64))
     aligned = _aligned(matrix.values, lead)
     for row in range(0, rows, rows_at_once):
         of_rows = slice(row, row + rows_at_once)
@@ -90,13 +98,24 @@ def _add(task: tuple[Matrix, Part]) -> torch.Tensor:
             else:
                 columns = slice(first * width, (first + chunks_at_once) * width)
                 read = _copied(matrix.values[of_rows, columns], lead, words)
-            widened = buffer[: read.shape[0], : read.shape[1]]
-            np.copyto(widened, read)
-            np.einsum("rcw,mw->mrc", widened, keys, out=sums[:, of_rows, of_chunks])
+            multiply(read, keys, sums[:, of_rows, of_chunks])
     of_ones = _ones(part.first, width, itemsize).view(2, 1, 1)
     numbers = (matrix.first_row + torch.arange(rows) * matrix.step).unsqueeze(1) * matrix.chunks
     keys_of_chunks = chunk_keys(numbers + torch.arange(chunk, chunk + part.chunks))
     return ((torch.from_numpy(sums.view(np.int64)) + of_ones) * keys_of_chunks).sum((1, 2))
+
+
+def _multiply_in(buffer: npt.NDArray[np.uint64]) -> Multiply:
+    """Return numpy's twin of :func:`compiled_multiply`, which widens words in a buffer."""
+
+    def multiply(
+        words: npt.NDArray[np.uint32], keys: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]
+    ) -> None:
+        widened = buffer[: words.shape[0], : words.shape[1]]
+        np.copyto(widened, words)
+        np.einsum("rcw,mw->mrc", widened, keys, out=sums)
+
+    return multiply
 
 
 def _aligned(values: torch.Tensor, lead: int) -> npt.NDArray[np.uint32] | None:
@@ -113,6 +132,8 @@ def _aligned(values: torch.Tensor, lead: int) -> npt.NDArray[np.uint32] | None:
 
 def _copied(values: torch.Tensor, lead: int, words: int) -> npt.NDArray[np.uint32]:
     """Return words ``[rows, chunks, words]`` in which the bytes before and after rows are zero."""
+    if values.stride(1) != 1:
+        values = values.t().contiguous().t()  # in the order of memory first: six times as fast
     plain = values.contiguous().numpy().view(np.uint8)
     chunks = -(-(lead + plain.shape[1]) // (words * WORD))
     copy = np.zeros((len(plain), chunks * words * WORD), np.uint8)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_module.kernels.digest import boxes, digest, keys, on_cpu, on_device
 from vllm_module.kernels.digest.boxes import matrices
+from vllm_module.kernels.digest.compiled import compiled_multiply
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
 
 MODULUS = 2**64
@@ -230,6 +231,20 @@ def test_conjugated_and_negated_views_are_their_values() -> None:
     tensor = torch.randn(3, 4, dtype=torch.complex64)
     assert digest_box(tensor.conj()) == digest_box(tensor.conj().resolve_conj())
     assert digest_box(tensor.conj().imag) == digest_box(-tensor.imag)
+
+
+@pytest.mark.skipif(compiled_multiply() is None, reason="needs numba, of the extra digest")
+@pytest.mark.parametrize("columns", [1, 999, 1440, 5000])
+def test_the_compiled_loop_agrees(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What numba compiles for large boxes gives the sums of numpy, whatever the strides."""
+    tensor = drawn((50, columns), torch.bfloat16, 4)
+    views = tensor, transposed(tensor), tensor[::2], tensor[:, columns // 3 :], tensor[:1]
+    expected = [digest_box(view) for view in views]
+    monkeypatch.setattr(on_cpu, "_COMPILED", 0)
+    monkeypatch.setattr(on_cpu, "_multiply_in", None)  # numpy's is not used
+    for batch in (100, 2**18):
+        monkeypatch.setattr(on_cpu, "_COMPILED_BATCH", batch)
+        assert [digest_box(view) for view in views] == expected
 
 
 def test_a_digest_kept_from_before() -> None:
