@@ -37,9 +37,8 @@ EXTRAS = {
     ("vllm_module.runtime.text.code_tokenizer", "transformers"): "transformers",
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
+    ("vllm_module.kernels.digest.compiled", "numba"): "digest",
 }
-# Core dependencies that our own code does not import.
-INDIRECT = {"numpy": "safetensors.torch, which imports it to write files"}
 # Benchmarks measure beside it where it is installed, and say so where it is not.
 PEERS = {"runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}
 # For type checkers only: mypy brings it.
@@ -132,14 +131,14 @@ def test_what_the_package_imports_is_declared() -> None:
 
 
 def test_what_is_declared_is_imported() -> None:
-    """Each core dependency is imported by the package, or it is said who needs it."""
+    """Each core dependency is imported by the package."""
     imported = {
         distribution(name)
         for folder in ("vllm_module", "models", "kernels")
         for path in (ROOT / folder).rglob("*.py")
         for name, _, _ in third_party(path)
     }
-    assert CORE - imported == set(INDIRECT)
+    assert CORE - imported == set()
 
 
 def test_what_the_tests_import_is_declared() -> None:

@@ -69,6 +69,7 @@ get_model(model_config=ModelConfig(model=str(folder)), device_config=DeviceConfi
 EXTRAS = {
     "compressed-tensors": (COMPRESSED, "vllm-module[compressed-tensors]"),
     "demo": ("import transformers", "No module named 'transformers'"),
+    "digest": ("import numba", "No module named"),
     "docs": ("import material, mkdocs, mkdocstrings_handlers.python", "No module named"),
     "fuzz": ("import atheris", "No module named"),
     "lint": ("import mypy, ruff", "No module named"),

@@ -49,7 +49,7 @@ LARGEST = (
     "grouped bf16, 64", "grouped int8, 128", "grouped fp32, 128", "grouped mxfp4, 64",
     "grouped packed awq, 128", "grouped packed gptq in no order, 64", "route to 512",
     "experts' rows", "convolve, fp32", "scan, prompts", "scan, 256 numbers", "delta rule, prompts",
-    "draw tokens", "adjust logits",
+    "draw tokens", "adjust logits", "digest int64",
 )  # fmt: skip
 
 

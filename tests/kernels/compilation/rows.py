@@ -1,4 +1,4 @@
-"""What works on rows: norms, gated activations, quantization, drawing tokens."""
+"""What works on rows: norms, gated activations, quantization, drawing tokens, digests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 from compilation.launches import E4M3, FP32, Cases, meta, tried
+from vllm_module.kernels.digest.boxes import matrices
+from vllm_module.kernels.digest.on_device import add_matrix_triton
 from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_triton,
     act_and_mul_triton,
@@ -95,6 +97,18 @@ def drawn(dtype: torch.dtype) -> Callable[[], object]:
     return lambda: draw_tokens_triton(meta(64, 151936, dtype=dtype), rows, settings, True, True)
 
 
+def digested(*shape: int, dtype: torch.dtype) -> Callable[[], object]:
+    """Add up a box at the end of a tensor that has another row."""
+    starts = 1, *[0] * (len(shape) - 1)
+    whole = shape[0] + 1, *shape[1:]
+
+    def launch() -> None:
+        for matrix in matrices(meta(*shape, dtype=dtype), starts, whole):
+            add_matrix_triton(matrix)
+
+    return launch
+
+
 CASES: Cases = {
     "norm 4096": norm(8192, 4096),
     "norm 1024": norm(8192, 1024),
@@ -115,6 +129,10 @@ CASES: Cases = {
     "draw tokens, fp32": drawn(FP32),
     "adjust logits": adjusted(torch.bfloat16),
     "adjust logits, fp32": adjusted(FP32),
+    "digest bf16": digested(4096, 4096, dtype=torch.bfloat16),
+    "digest fp32, one row": digested(2**31, dtype=FP32),
+    "digest bytes, 16": digested(128, 5760, 90, 16, dtype=torch.uint8),
+    "digest int64": digested(64, 4096, dtype=torch.int64),
     "swiglu of gpt-oss": lambda: swiglu_oai_and_mul_triton(meta(8192, 5760), 1.702, 7.0),
 }
 HOPPER: Cases = {
