@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from types import GeneratorType, MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,10 @@ from vllm_module.core.planner import Group, Planner, Weights, planning
 from vllm_module.core.report import LoadReport
 from vllm_module.core.routes import Child, Skip, find, routes_of
 from vllm_module.core.run import loading
+
+if TYPE_CHECKING:
+    from vllm_module.core.digests import ModelDigest
+    from vllm_module.layout import Layout
 
 
 class vLLMModule(nn.Module):
@@ -190,6 +194,16 @@ class vLLMModule(nn.Module):
         renames is not seen.
         """
         return tree.expected_weights(self)
+
+    def digest(self, layout: Layout | None = None) -> ModelDigest:
+        """Return for each tensor of a checkpoint a number that no layout changes.
+
+        It is of what this rank holds; ranks' digests are added. Tensors have the names of
+        :meth:`expected_weights`, or with a plan's ``layout`` those of its checkpoint.
+        """
+        from vllm_module.core.digests import digest_of  # needs kernels, which a load does not
+
+        return digest_of(self, layout)
 
     def check_ready(self) -> None:
         """Raise ``ModelNotReadyError``, naming every tensor below that holds no values."""

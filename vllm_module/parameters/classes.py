@@ -149,9 +149,9 @@ class PackedModelWeightParameter(BasevLLMParameter):
     def of_rank(self, rank: int) -> Self:
         return super().of_rank(rank)._packed()
 
-    def zero_padding(self) -> None:
+    def padding(self) -> Iterator[torch.Tensor]:
         for narrow in self.division.padding:
-            self.data.narrow(*self._in_elements(*narrow)).zero_()
+            yield self.data.narrow(*self._in_elements(*narrow))
 
     def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
         data, factor = self.data, self.packed_factor

@@ -147,8 +147,13 @@ class BasevLLMParameter(nn.Parameter):
 
     def zero_padding(self) -> None:
         """Write zeros to the regions that no checkpoint tensor is read to."""
+        for region in self.padding():
+            region.zero_()
+
+    def padding(self) -> Iterator[torch.Tensor]:
+        """Yield each region that no checkpoint tensor is read to; it holds zeros."""
         for narrow in self.division.padding:
-            self.data.narrow(*narrow).zero_()
+            yield self.data.narrow(*narrow)
 
     def checkpoint_shape(self, slot: str | None) -> torch.Size:
         """Return the shape of ``slot`` in a checkpoint; ``None`` means all slots as one tensor."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from vllm_module.base.messages import describe_error, shorten
+from vllm_module.core.digests import ModelDigest, digest_of
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.runtime.arguments import known_arguments
 from vllm_module.runtime.engine import Engine
@@ -129,6 +130,14 @@ class WeightMethods:
             raise ValueError(f"func should be a function of the model, got {shorten(func)}")
         with self.engine.alone():
             return self.executor.apply_model(func)
+
+    def digest(self) -> ModelDigest:
+        """Return for each tensor a number that no layout changes: the same on any ranks.
+
+        Names are those of :meth:`vLLMModule.expected_weights`, and digests those that ``vllm-module
+        digest`` prints of a checkpoint of the same dtypes.
+        """
+        return sum(self.apply_model(digest_of), start=ModelDigest())
 
     def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.digests import ModelDigest, digest_of
 from vllm_module.core.module import vLLMModule
+from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.layout import Layout, parse_layout
 from vllm_module.layout.layout_file import layout_json
 from vllm_module.testing.case import Case, law
@@ -18,11 +20,12 @@ from vllm_module.weights.region import Region
 
 @law
 def assert_laid_out(case: Case) -> None:
-    """Law 11: a layout says, without the model, what every rank holds after a load.
+    """Law 11: a layout says, without the model, what every rank holds, and a digest proves it.
 
     The layout is read back from JSON, which refuses boxes that overlap or leave something out. By
     its boxes alone the checkpoint is cut for each rank, and the result is what the rank has loaded,
-    bit for bit, zeros of padding included. What a conversion makes is not compared.
+    bit for bit, zeros of padding included. What a conversion makes is not compared. The ranks'
+    digests add up to those of the checkpoint's tensors, and of one rank.
     """
     size, tensors = case.size, case.tensors
     regions = {name: Region.of(name, tensor) for name, tensor in tensors.items()}
@@ -39,6 +42,8 @@ def assert_laid_out(case: Case) -> None:
             for path, tensor in unprocessed.items()
         }
 
+    _assert_digests(case, layout)
+
     for rank, held in enumerate(case.on_every_rank(load)):
         for path, expected in cut_by(written, tensors, rank).items():
             got = held[path].view(expected.dtype)
@@ -49,6 +54,39 @@ def assert_laid_out(case: Case) -> None:
             assert same_bits(got, expected), (
                 f"rank {rank} of {size}: {path} differs from what the layout says"
             )
+
+
+def _assert_digests(case: Case, layout: Layout) -> None:
+    """Add up the ranks' digests; they are those of the whole tensors, and of one rank."""
+    if any(each.conversion is not None for each in layout.partitions):
+        return
+    tensors = case.tensors
+
+    def digest(module: vLLMModule) -> ModelDigest:
+        _before_processing(module, tensors)
+        return digest_of(module, layout)
+
+    together = sum(case.on_every_rank(digest), start=ModelDigest())
+    got = {
+        name: sum(others, start=first)
+        for name, (first, *others) in ((n, list(b.values())) for n, b in together.boxes.items())
+    }
+    for name, entry, _ in layout.names():
+        held = getattr(torch, layout.parameters[entry.parameter].dtype)
+        expected = digest_box(tensors[name].to(held))
+        assert got[name] == expected, f"{name}: the ranks' digests are not the tensor's"
+    assert len(got) == len(list(layout.names()))
+    whole = case.build()
+    _before_processing(whole, tensors)
+    own = case.on_every_rank(lambda module: _own_digest(module, tensors))
+    assert digest_of(whole) == sum(own, start=ModelDigest()), (
+        "the digest of a model changes with the number of ranks"
+    )
+
+
+def _own_digest(module: vLLMModule, tensors: Tensors) -> ModelDigest:
+    _before_processing(module, tensors)
+    return digest_of(module)
 
 
 def _before_processing(module: vLLMModule, tensors: Tensors) -> Tensors:
