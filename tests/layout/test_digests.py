@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -353,3 +358,19 @@ def test_the_dtype_is_part_of_a_digest() -> None:
     assert digest_box(tensor).sums == digest_box(tensor.view(torch.bfloat16)).sums
     assert digest_box(tensor).hex != digest_box(tensor.view(torch.bfloat16)).hex
     assert len(FAULTS) + len(REFUSED) + 1 >= 40
+
+
+def test_shards_of_fsdp_in_processes_add_up(tmp_path: Path) -> None:
+    """What DTensor says of each local shard gives the digest of the whole parameter."""
+    script = Path(__file__).with_name("fsdp_shards.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    trained = runpy.run_path(str(script))["trained"]()
+    held = {name: [bool(rank[name]) for rank in ranks] for name in ranks[0]}
+    assert [True, True] in held.values()
+    for name, parameter in trained.named_parameters():
+        digest = digest_box(parameter.detach())
+        parts = [rank[name] for rank in ranks if rank[name]]
+        sums = tuple(sum(part[at] for part in parts) % 2**64 for at in range(2))
+        assert sums == digest.sums, name
