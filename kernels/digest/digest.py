@@ -9,8 +9,8 @@ tensor, and an element that is missing or counted twice changes them, even if it
 
 This is multilinear hashing (Carter and Wegman: Universal Classes of Hash Functions, 1979; Lemire
 and Kaser: Strongly Universal String Hashing is Fast, 2014), once over the words of a chunk and once
-over chunks. For random keys, two tensors that differ have the same sum with a probability of about
-2**-31 to 2**-26, and both sums with the square of it. A change within one word always changes both.
+over chunks. For random keys, two tensors that differ have an equal sum with a probability of 2**-27
+at most, and two equal sums with 2**-54 at most. A change within one word always changes both.
 Somebody who knows the keys can construct a collision: this finds mistakes, not attacks.
 """
 

@@ -47,6 +47,7 @@ SCREENS: dict[str, tuple[tuple[str, ...], str]] = {
             "bench",
             "shard",
             "convert",
+            "digest",
             "demo",
         )
     },

@@ -11,6 +11,7 @@ from vllm_module.cli.commands.bench import bench
 from vllm_module.cli.commands.chat import chat
 from vllm_module.cli.commands.check import check
 from vllm_module.cli.commands.convert import convert
+from vllm_module.cli.commands.digest import digest
 from vllm_module.cli.commands.generate import generate
 from vllm_module.cli.commands.inspect import inspect
 from vllm_module.cli.commands.load import load
@@ -33,6 +34,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     check: "vllm-module check ./Qwen3-0.6B --dtype float32 --tp 2",
     shard: "vllm-module shard ./Qwen3-8B --tp 8 --quantization fp8 --out ./Qwen3-8B-fp8-tp8",
     convert: "vllm-module convert ./Qwen3-8B --quantization fp8_per_block --out ./Qwen3-8B-fp8",
+    digest: "vllm-module digest ./Qwen3-8B --json",
     demo: "vllm-module demo --keep ./demo-checkpoint",
 }
 

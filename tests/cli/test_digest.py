@@ -1,0 +1,78 @@
+"""``vllm-module digest``: equal for equal tensors, in whatever files they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_module.kernels.digest.digest import digest_box
+from vllm_module.weights import digests
+from vllm_module.weights.handle import TensorHandle
+
+Run = Callable[..., Any]
+
+
+def test_digests_are_of_the_tensors_and_not_of_their_files(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    """Files joined to one, in another order and in another format, have the same digests."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    found = run("digest", folder, "--json").json
+    listed = {each["name"]: each["digest"] for each in found["tensors"]}
+    assert listed == {name: digest_box(tensor).hex for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "one.safetensors")
+    torch.save(dict(reversed(tensors.items())), tmp_path / "pytorch_model.bin")
+    for file in ("one.safetensors", "pytorch_model.bin"):
+        other = run("digest", tmp_path / file, "--json").json
+        assert (other["digest"], other["tensors"]) == (found["digest"], found["tensors"])
+    text = run("digest", folder).out
+    assert f"\n{found['digest']}  all tensors\n" in text
+
+    name, last = next(iter(tensors)), list(tensors)[-1]
+    changed = {
+        "a value": tensors | {name: tensors[name] + 1},
+        "a name": {f"{key}x" if key == last else key: value for key, value in tensors.items()},
+        "a missing tensor": {key: value for key, value in tensors.items() if key != last},
+    }
+    results = {found["digest"]}
+    for each in changed.values():
+        save_file(each, tmp_path / "one.safetensors")
+        results.add(run("digest", tmp_path / "one.safetensors", "--json").json["digest"])
+    assert len(results) == 4
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1000])
+def test_a_tensor_is_read_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No piece is larger than allowed unless it is one element, and the digest is the whole's."""
+    read: list[int] = []
+
+    class Counted(TensorHandle):
+        def narrow(self, dim: int, start: int, length: int) -> Counted:
+            return Counted(self.name, self.tensor.narrow(dim, start, length))
+
+        def read(self) -> torch.Tensor:
+            read.append(self.tensor.nbytes)
+            return self.tensor
+
+    monkeypatch.setattr(digests, "_PIECE", piece)
+    for shape in [(), (5,), (3, 130), (1, 4, 7, 9)]:
+        tensor = torch.randn(shape)
+        read.clear()
+        assert digests.digest_weight(Counted("a", tensor)) == digest_box(tensor)
+        assert digests.digest_weight(tensor) == digest_box(tensor)
+        assert sum(read) == tensor.nbytes
+        assert max(read) <= max(piece, 4)
+
+
+def test_dummy_weights_have_no_digest(run: Run, folder: Path) -> None:
+    """Values that are made up are refused."""
+    result = run("digest", folder, "--load-format", "dummy")
+    assert result.code == 2
+    assert "dummy weights are not stored" in result.err

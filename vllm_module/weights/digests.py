@@ -1,0 +1,46 @@
+"""Digests of a checkpoint's tensors, which are read a piece at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from vllm_module.kernels.digest.digest import Digest, digest_box
+from vllm_module.weights.handle import Weight
+
+_PIECE = 2**26  # bytes that are read at once
+
+
+def digest_weight(weight: Weight) -> Digest:
+    """Return the digest of a whole tensor, and hold one piece of 64 MiB of it at a time."""
+    shape = tuple(weight.shape)
+    total = Digest(weight.dtype, shape)
+    for piece, starts in _pieces(weight, (0,) * len(shape)):
+        values = piece if isinstance(piece, torch.Tensor) else piece.read()
+        total += digest_box(values, starts, shape)
+    return total
+
+
+def _pieces(weight: Weight, starts: tuple[int, ...]) -> Iterator[tuple[Weight, tuple[int, ...]]]:
+    """Cut along the first dimension that has more than one entry until a piece is small enough."""
+    shape = weight.shape
+    nbytes = shape.numel() * weight.dtype.itemsize
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+    if nbytes <= _PIECE or dim is None:
+        yield weight, starts
+        return
+    step = max(1, _PIECE * shape[dim] // nbytes)
+    for first in range(0, shape[dim], step):
+        part: Weight = weight.narrow(dim, first, min(step, shape[dim] - first))
+        yield from _pieces(part, (*starts[:dim], first, *starts[dim + 1 :]))
+
+
+def digest_of_all(digests: Iterable[tuple[str, Digest]]) -> str:
+    """Return 32 hexadecimal digits for named tensors, whatever their order: a sum over tensors."""
+    total = 0
+    for name, digest in digests:
+        named = f"{digest.hex} {name}".encode("utf-8", "surrogatepass")
+        total += int.from_bytes(hashlib.blake2b(named, digest_size=16).digest(), "little")
+    return f"{total % 2**128:032x}"
