@@ -132,6 +132,11 @@ def test_what_torch_saves_itself_is_read(tmp_path: Path) -> None:
         {"optimizer": {"step": torch.ones(2)}, "scheduler": {"last": {"lr": torch.ones(1)}}},
         {"train_state": {"loss": {"sum": torch.ones(())}}, "rng": {"cpu": torch.ones(4)}},
         {"ema": {"shadow": {"embed.weight": torch.zeros(3, 2)}}},
+        *(
+            {name: {"embed.weight": torch.zeros(3, 2)}}  # each alone, as trainers call it
+            for name in ("Optimizer_0", "LR_SCHEDULERS", "grad_scaler", "rng_state", "dataloader")
+        ),
+        *({name: {"embed.weight": torch.zeros(3, 2)}} for name in ("train_state", "model_EMA")),
     ],
 )
 def test_the_weights_are_found_beside_what_a_trainer_saves(
@@ -146,6 +151,40 @@ def test_the_weights_are_found_beside_what_a_trainer_saves(
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.keys() == model.keys()
         assert all(torch.equal(checkpoint[name].read(), model[name]) for name in model)
+
+
+@pytest.mark.parametrize(
+    ("saved", "chosen"),
+    [
+        ({"model": {"w": 1}, "critic": {"w": 2}}, 1),  # the dict that is called so
+        ({"app": {"critic": {"w": 2}, "model": {"w": 1}}}, 1),
+        ({"model": {"w": 1}, "models": {"w": 2}}, 1),
+        ({"model": {"encoder": {"w": 1}}}, 1),
+        ({"policy": {"w": 1}, "critic": {"w": 2}}, None),
+        ({"model": {"encoder": {"w": 1}, "decoder": {"v": 2}}}, None),
+        ({"a": {"model": {"w": 1}}, "b": {"model": {"w": 2}}}, None),
+        ({"optim": {"w": 1}}, None),
+        ({"app": {"schema": {"optimal_w": 1}}}, None),
+        ({"app": {"optimizer_w": 1, "ema": 2}}, 1),  # these words count above a tensor only
+    ],
+)
+def test_of_two_dicts_that_called_model_is_taken(
+    tmp_path: Path, saved: dict[str, Any], chosen: int | None
+) -> None:
+    """Without one, or with two, which holds the weights is not guessed."""
+
+    def tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: tensors(each) for name, each in value.items()}
+        return torch.full((2,), float(value))
+
+    dcp.save(tensors(saved), checkpoint_id=tmp_path, no_dist=True)
+    if chosen is None:
+        with pytest.raises(CheckpointFormatError, match=r"expected the weights in one dict"):
+            open_checkpoint(tmp_path)
+        return
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert next(iter(checkpoint.values())).read().tolist() == [chosen, chosen]
 
 
 def write_in_safetensors(folder: Path) -> None:
