@@ -1,0 +1,175 @@
+"""What a chat template gets of each message, beside the rules of vLLM and transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import Environment
+
+from vllm_module.runtime.text.chat import ChatTemplate
+from vllm_module.runtime.text.template_process import TemplateProcess
+
+SHOWN = "{{ messages | tojson }}"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    process = TemplateProcess()
+    yield process
+    process.close()
+
+
+def given(process: TemplateProcess, message: dict[str, Any], content_format: Any) -> Any:
+    """Return a message as the template gets it."""
+    template = ChatTemplate(Path("folder"), SHOWN, process)
+    (found,) = json.loads(template.render([message], content_format=content_format))
+    return found
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+# Content; what a template of texts gets of it, and what one of lists gets (vLLM's chat_utils.py:
+# texts are joined by line breaks, without empty ones, and every kind of text becomes "text").
+CONTENTS: list[tuple[Any, str, list[Any]]] = [
+    ("hi", "hi", parts("hi")),
+    ("", "", parts("")),
+    (None, "", []),
+    ([], "", []),
+    (parts("a", "b"), "a\nb", parts("a", "b")),
+    (tuple(parts("a", "b")), "a\nb", parts("a", "b")),
+    (parts("a", "", "b"), "a\nb", parts("a", "", "b")),
+    (parts("", ""), "", parts("", "")),
+    (["a", "b"], "a\nb", parts("a", "b")),
+    ([{"type": "input_text", "text": "a"}], "a", parts("a")),
+    ([{"type": "output_text", "text": "a"}], "a", parts("a")),
+    ([{"type": "refusal", "refusal": "no"}], "no", parts("no")),
+    ([{"type": "thinking", "thinking": "hm"}], "hm", parts("hm")),
+    ([{"type": "text", "text": None}, *parts("b")], "b", parts("b")),
+    ([{"type": "text"}, None, *parts("b")], "b", parts("b")),
+    ([{"type": "refusal", "text": "no", "refusal": "yes"}], "yes", parts("yes")),
+]
+
+
+@pytest.mark.parametrize(("content", "text", "listed"), CONTENTS)
+def test_content_has_the_form_that_is_asked_for(
+    process: TemplateProcess, content: Any, text: str, listed: list[Any]
+) -> None:
+    """Other keys of a message stay, and so does the message of the caller."""
+    message = {"role": "user", "content": content, "name": "x"}
+    before = json.dumps(message)
+    assert given(process, message, "string") == {"role": "user", "content": text, "name": "x"}
+    assert given(process, message, "openai") == {"role": "user", "content": listed, "name": "x"}
+    assert json.dumps(message) == before
+    if content is None:
+        assert given(process, {"role": "user"}, "string")["content"] == ""
+        assert given(process, {"role": "user"}, "openai")["content"] == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": "x"}, {"type": "text", "text": 3}, 3, ["x"], {},
+        {"text": "a"}, {"type": "Text", "text": "a"}, {"type": "thinking", "thinking": {"a": 1}},
+    ],
+)  # fmt: skip
+def test_a_part_that_is_no_text_is_refused(process: TemplateProcess, part: Any) -> None:
+    with pytest.raises(ValueError, match="a part of a message's content should be text, got "):
+        given(process, {"role": "user", "content": [part]}, "string")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": [1, null]}', {"a": [1, None]}),
+        ("[1]", [1]),
+        ({"a": 1}, {"a": 1}),
+        ("", {}),
+        (None, {}),
+        ({}, {}),
+        ("{}", {}),
+        ("null", {}),
+        ("{broken", "{broken"),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_arguments_of_calls_are_read(
+    process: TemplateProcess, arguments: Any, expected: Any
+) -> None:
+    """JSON text is read, as vLLM does before it renders; none are {}, and what is broken stays."""
+    call = {"type": "function", "id": "7", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call, "odd", {"function": 3}]}
+    first, *others = given(process, message, "string")["tool_calls"]
+    assert first == {**call, "function": {"name": "f", "arguments": expected}}
+    assert others == ["odd", {"function": 3}]
+    assert call["function"] == {"name": "f", "arguments": arguments}
+    (named,) = given(process, {**message, "tool_calls": ({"function": {"name": "g"}},)}, "string")[
+        "tool_calls"
+    ]
+    assert named == {"function": {"name": "g", "arguments": {}}}
+
+
+FORMS = {
+    "{% for m in messages %}{{ m.content }}{% endfor %}": "string",
+    "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}": "openai",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}": "both",
+    "nothing": "string",
+    "{{ raise_exception('no') }}": "",
+    # Needs a message of the system before.
+    "{% if messages|length < 2 %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}": "openai",
+}
+
+
+@pytest.mark.parametrize("template", FORMS)
+def test_a_template_gets_what_it_shows(process: TemplateProcess, template: str) -> None:
+    """The prompt is that of Jinja itself for content in the form that the template shows."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "one"}, {"role": "user", "content": parts("two", "three")},
+    ]  # fmt: skip
+    formatter = ChatTemplate(Path("folder"), template, process)
+    if not (form := FORMS[template]):
+        with pytest.raises(ValueError, match="refuses the messages: no"):
+            formatter.render(messages)
+        return
+    written: list[dict[str, Any]] = {
+        "string": [{"content": "one"}, {"content": "two\nthree"}],
+        "openai": [{"content": parts("one")}, {"content": parts("two", "three")}],
+        "both": [{"content": "one"}, {"content": parts("two", "three")}],
+    }[form]
+    environment = Environment(autoescape=False)
+    environment.globals["raise_exception"] = None
+    assert formatter.render(messages) == environment.from_string(template).render(messages=written)
+
+
+def test_variables_and_special_tokens_reach_the_template(
+    process: TemplateProcess, tmp_path: Path
+) -> None:
+    """A caller's value goes before a token of the checkpoint; null is no token."""
+    entries = {
+        "bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": True}, "pad_token": None,
+        "unk_token": 3, "bos": "x", "model_max_length": 4,
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    source = (
+        "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ unk_token is defined }}|"
+        "{{ tools is none }}|{{ documents is none }}|{{ add_generation_prompt }}|{{ extra }}"
+    )
+    template = ChatTemplate(tmp_path, source, process)
+    hello = [{"role": "user", "content": "hi"}]
+    rendered = template.render(hello, extra=3)
+    assert rendered == "<s>|</s>|False|False|True|True|True|3"
+    rendered = template.render(hello, False, extra="", bos_token="!", tools=[], documents=[1])
+    assert rendered == "!|</s>|False|False|False|False|False|"
+    with pytest.raises(ValueError, match="multiple values for messages"):
+        template.render(hello, messages=[])
+    for wrong in ([], None, "hi", {"role": "user"}, ["hi"], [{"content": "hi"}], 3):
+        with pytest.raises(ValueError, match="messages should be a list of mappings with a role"):
+            template.render(wrong)  # type: ignore[arg-type]
