@@ -294,6 +294,76 @@ def test_metadata_that_does_not_fit_is_refused(
     assert ".metadata" in str(refused.value)
 
 
+KEY = "model.model.rows.weight"  # of two chunks, (3, 4) and (2, 4) at (3, 0)
+NO_SIZE = (None, "x", -1, True, 1.0, 1 << 63)
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "relative_path": (None, 3, b"x", "", ".", "..", "a/b", "/x"),
+    "offset": (*NO_SIZE, 1 << 62),
+    "length": (*NO_SIZE, 1 << 62),
+    "properties": (None, {}, "float32", TensorProperties(torch.qint8)),
+    "size": (None, (5,), (5, 4, 1), (5, None), (5, -4), (5, True), [5, 4], (5, 5), (5, 3), 20),
+    "offsets": (None, (0,), (0, 0, 0), (0, None), (0, -1), (0, True), [0, 0], (0, 1), 0),
+    "sizes": (None, (3,), (3, 4, 1), (3, None), (3, -4), (3, True), [3, 4], (2, 4), (4, 4), 12),
+    "chunks": (None, "x", [], [None], [3]),
+    "state_dict_metadata": (None, [], "x", {}),
+    "storage_data": (None, [], "x", {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field in FIELDS for value in FIELDS[field]]
+)
+def test_a_field_with_a_wrong_value_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    """No value of the wrong type, sign or size, nor the nearest of the right one, gets further."""
+    metadata = write(tmp_path, {"model.rows.weight": STATE["model.rows.weight"]})
+    described: Any = metadata.state_dict_metadata[KEY]
+    stored = next(iter(metadata.storage_data.values()))
+    holders: tuple[Any, ...] = (metadata, described, described.chunks[0], stored)
+    (holder,) = (each for each in holders if hasattr(each, field))
+    object.__setattr__(holder, field, value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match=r"\.metadata: "):
+        open_checkpoint(tmp_path)
+
+
+def test_what_says_less_of_a_place_is_taken(tmp_path: Path) -> None:
+    """A tensor in one chunk may be stored without an offset; empty chunks need no place."""
+    metadata = write(tmp_path, {"w": (torch.arange(6.0).view(2, 3), ((), ()))})
+    ((_, place),) = metadata.storage_data.items()
+    metadata.storage_data = {MetadataIndex("model.w"): place, MetadataIndex("model.v"): None}
+    metadata.state_dict_metadata["model.w"].chunks.append(  # type: ignore[union-attr]
+        ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((0, 3)))
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint["w"].read(), torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize(("dims", "taken"), [(4, True), (5, False)])
+def test_a_tensor_is_cut_in_at_most_four_dimensions(tmp_path: Path, dims: int, taken: bool) -> None:
+    tensor = torch.arange(2.0**dims * 3).view(*[2] * dims, 3)  # and is whole in the last
+    write(tmp_path, {"w": (tensor, (*[(1,)] * dims, ()))})
+    if taken:
+        with open_checkpoint(tmp_path) as checkpoint:
+            assert torch.equal(checkpoint["w"].read(), tensor)
+        return
+    with pytest.raises(CheckpointFormatError, match="should cover each of"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "taken"), [("w" * 1024, True), ("w" * 1025, False), (3, False)])
+def test_names_are_strings_of_a_bounded_length(tmp_path: Path, name: Any, taken: bool) -> None:
+    metadata = write(tmp_path, {"w": (torch.ones(2), ((),))})
+    metadata.planner_data["model.w"] = ("model", name)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if taken:
+        with open_checkpoint(tmp_path) as checkpoint:
+            assert list(checkpoint) == [name]
+        return
+    with pytest.raises(CheckpointFormatError, match="string of at most 1024 characters"):
+        open_checkpoint(tmp_path)
+
+
 def test_nothing_in_the_pickle_runs(tmp_path: Path) -> None:
     """A pickle that would run a command is refused, and the command is not run."""
 
