@@ -220,6 +220,46 @@ def test_a_body_that_ends_early_is_asked_for_again(server: Any, client: HttpClie
         client.fetch("f", 1000)
 
 
+@pytest.mark.parametrize(
+    ("chunks", "error"),
+    [
+        ([10], None),
+        ([1, 9], None),
+        ([9], BusyError),
+        ([11], RefusedError),
+        ([10, 1], RefusedError),
+    ],
+)
+def test_a_body_in_chunks_has_the_bytes_of_the_range(
+    server: Any, client: HttpClient, chunks: list[int], error: type[Exception] | None
+) -> None:
+    """RFC 9112, section 7.1; the connection of a whole one is used again."""
+    ports: list[int] = []
+
+    def answer(handler: Any) -> None:
+        ports.append(handler.client_address[1])
+        handler.send_response(206)
+        handler.send_header("Content-Range", "bytes 0-9/100")
+        handler.send_header("Transfer-Encoding", "Chunked")
+        handler.end_headers()
+        at = 0
+        for size in chunks:
+            handler.wfile.write(b"%x\r\n%b\r\n" % (size, DATA[at : at + size]))
+            at += size
+        handler.wfile.write(b"0\r\n\r\n")
+
+    answering(server, answer)
+    if error is not None:
+        with pytest.raises(error, match="9 of 10 bytes|goes on after the 10 bytes"):
+            ask(client)
+        return
+    view = bytearray(10)
+    for _ in range(2):
+        client.read("f", 0, memoryview(view))
+        assert view == DATA[:10]
+    assert len(set(ports)) == 1
+
+
 def test_connections_are_used_again(server: Any, client: HttpClient) -> None:
     """After an answer that was read, and a short error; not after one that says that it closes."""
     ports: list[int] = []
