@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from vllm_module.runtime.text.prompts import Tokenization, as_prompts, token_ids
+from vllm_module.runtime.text.prompts import (
+    Tokenization,
+    as_prompts,
+    cache_salt,
+    check_vocabulary,
+    prompt_text,
+    token_ids,
+)
 
 LIMIT = 10
 # As in transformers, max_length counts where truncation is on, and is the model's length otherwise.
@@ -119,3 +126,35 @@ def test_a_list_of_integers_is_one_prompt() -> None:
     for wrong in (None, 3, b"x"):
         with pytest.raises(ValueError, match="prompts should be one or a sequence of them"):
             as_prompts(wrong)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "salt"),
+    [
+        ("x", "x", None),
+        ({"prompt": "x"}, "x", None),
+        ({"prompt": "x", "prompt_token_ids": [1], "cache_salt": "s"}, "x", "s"),
+        ({"prompt_token_ids": [1], "cache_salt": None}, None, None),
+        ([1], None, None),
+        (3, None, None),
+        ({"prompt": 3}, None, None),
+        ({"prompt": "", "cache_salt": " "}, "", " "),
+    ],
+)
+def test_text_and_salt_of_a_prompt(prompt: Any, text: str | None, salt: str | None) -> None:
+    assert prompt_text(prompt) == text
+    assert cache_salt(prompt) == salt
+
+
+@pytest.mark.parametrize("salt", ["", 3, b"x", ["x"], False])
+def test_a_salt_is_text_that_is_not_empty(salt: Any) -> None:
+    with pytest.raises(ValueError, match="cache_salt should be text that is not empty"):
+        cache_salt({"prompt": "x", "cache_salt": salt})
+
+
+def test_tokens_are_those_of_the_vocabulary() -> None:
+    check_vocabulary([0, 9], 10)
+    check_vocabulary([], 1)
+    for wrong in (-1, 10):
+        with pytest.raises(ValueError, match=f"token {wrong} is outside of the vocabulary of 10"):
+            check_vocabulary([3, wrong], 10)
