@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from jinja2 import Environment
 
-from vllm_module.runtime.text.chat import ChatTemplate
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.text.chat import ChatTemplate, template_text
 from vllm_module.runtime.text.template_process import TemplateProcess
 
 SHOWN = "{{ messages | tojson }}"
@@ -173,3 +174,103 @@ def test_variables_and_special_tokens_reach_the_template(
     for wrong in ([], None, "hi", {"role": "user"}, ["hi"], [{"content": "hi"}], 3):
         with pytest.raises(ValueError, match="messages should be a list of mappings with a role"):
             template.render(wrong)  # type: ignore[arg-type]
+
+
+def test_a_template_that_needs_a_special_token_is_tried_with_one(
+    process: TemplateProcess, tmp_path: Path
+) -> None:
+    """What it shows is found without the checkpoint's tokens, which may be undefined."""
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    source = (
+        "{% for m in messages %}{{ bos_token + m.role }}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(tmp_path, source, process)
+    assert template.render([{"role": "user", "content": "hi"}]) == "<s>userhi"
+
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+SOURCES: list[tuple[Any, str | None, str | None]] = [
+    # The entry of tokenizer_config.json, the file, and which is taken, as in transformers.
+    ("entry", None, "entry"),
+    (None, "file", "file"),
+    ("entry", "file", "file"),
+    (NAMED, None, "default"),
+    (NAMED[:1], None, None),
+    (NAMED[:1], "file", "file"),
+    ([3, *NAMED], None, "default"),
+    ([], None, None),
+    (3, None, None),
+    (None, None, None),
+    ("", None, ""),
+    (None, "", ""),
+]
+
+
+@pytest.mark.parametrize(("entry", "file", "taken"), SOURCES)
+def test_where_a_template_is_taken_from(
+    process: TemplateProcess, tmp_path: Path, entry: Any, file: str | None, taken: str | None
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    if file is not None:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    if taken is None:
+        with pytest.raises(CheckpointFormatError, match="has no chat template, neither"):
+            ChatTemplate(tmp_path, process=process)
+    else:
+        assert ChatTemplate(tmp_path, process=process).source == taken
+    assert ChatTemplate(tmp_path, "given", process).source == "given"
+
+
+def test_a_template_is_given_as_text_or_as_a_file(tmp_path: Path) -> None:
+    """Text has a brace or a line break; anything else is a path, as in vLLM."""
+    path = tmp_path / "a.jinja"
+    path.write_bytes("{{ '\u6f22' }}".encode())
+    assert template_text(path) == template_text(str(path)) == "{{ '\u6f22' }}"
+    for text in ("{{ x }}", "a}", "{", "a\nb"):
+        assert template_text(text) == text
+    path.write_bytes(b"\xff")
+    for wrong in (path, tmp_path / "none", tmp_path / "{none}", "plain", "a\0b"):
+        with pytest.raises(ValueError, match="is no file that can be read, and no template"):
+            template_text(wrong)
+
+
+def test_variables_that_are_not_read_are_logged_once(
+    process: TemplateProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is no variable, and one that the template reads is not logged."""
+    template = ChatTemplate(Path("folder"), "{{ messages }}{{ known }}", process)
+    hello = [{"role": "user", "content": "hi"}]
+    template.render(hello, known=1, empty=None)
+    assert not caplog.messages
+    for _ in range(2):
+        template.render(hello, known=1, b=False, a="")
+    template.render(hello, c=0, a=1)
+    reads = "it reads known, messages"
+    assert caplog.messages == [
+        f"the chat template does not read a, b: {reads}",
+        f"the chat template does not read c: {reads}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "prompt"),
+    [
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}<end>", "Hi ", "[Hi "),
+        ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}<end>", "Hi ", "[Hi"),
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}<end>", "", "["),
+        ("{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}",
+         parts("a", "b"), "[a][b"),
+        ("{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}",
+         [], "["),
+    ],
+)  # fmt: skip
+def test_the_last_message_is_continued(
+    process: TemplateProcess, template: str, content: Any, prompt: str
+) -> None:
+    """The prompt ends with its text, as the template writes it."""
+    formatter = ChatTemplate(Path("folder"), template, process)
+    message = [{"role": "assistant", "content": content}]
+    assert formatter.render(message, False, continue_final_message=True) == prompt
+    with pytest.raises(ValueError, match="give add_generation_prompt=False"):
+        formatter.render(message, continue_final_message=True)
