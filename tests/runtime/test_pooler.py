@@ -12,9 +12,11 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.config import EngineConfig
+from vllm_module.errors import UnsupportedModelError
 from vllm_module.runtime.metrics import RequestStateStats, Totals, engine_metrics
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.pooling.pooler import Pooler
+from vllm_module.runtime.pooling.sentence_config import classifier_activation
 from vllm_module.runtime.pooling_params import PoolingParams
 
 SIZE = 4
@@ -160,6 +162,51 @@ def test_prompts_that_no_model_computes_are_refused_alone() -> None:
         pooler(model).pool([[1], [2]], params=[PoolingParams()], use_tqdm=False)
     with pytest.raises(ValueError, match="pooling should be 'cls', 'mean', 'last' or None"):
         pooler(model).pool([[1]], pooling="max", use_tqdm=False)  # type: ignore[arg-type]
+
+
+IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("entries", "function"),
+    [
+        ({}, "softmax"),
+        ({"num_labels": 1}, "sigmoid"),
+        ({"problem_type": None}, "softmax"),
+        ({"problem_type": "single_label_classification"}, "softmax"),
+        ({"problem_type": "single_label_classification", "num_labels": 1}, "sigmoid"),
+        ({"problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"problem_type": "regression"}, "identity"),
+        ({"problem_type": "regression", "num_labels": 1}, "identity"),
+        ({"sbert_ce_default_activation_function": IDENTITY, "num_labels": 1}, "identity"),
+        ({"sbert_ce_default_activation_function": SIGMOID}, "sigmoid"),
+        ({"sbert_ce_default_activation_function": None}, "softmax"),
+        ({"sentence_transformers": {"activation_fn": IDENTITY}, "num_labels": 1}, "identity"),
+        ({"sentence_transformers": {}, "num_labels": 1}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": None}, "problem_type": "regression"},
+         "identity"),
+        # The newer name goes before the older one, and both before the type of the problem.
+        ({"sentence_transformers": {"activation_fn": IDENTITY},
+          "sbert_ce_default_activation_function": SIGMOID}, "identity"),
+        ({"sentence_transformers": {"activation_fn": SIGMOID}, "problem_type": "regression"},
+         "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, None),
+        ({"sbert_ce_default_activation_function": "os.system"}, None),
+    ],
+)  # fmt: skip
+def test_scores_are_made_as_config_json_says(entries: dict[str, Any], function: str | None) -> None:
+    """As in sentence-transformers' CrossEncoder, and in transformers' pipeline without a name."""
+    config = SimpleNamespace(**{"num_labels": 3, **entries})
+    if function is None:
+        with pytest.raises(UnsupportedModelError, match=r"only Identity and Sigmoid of torch\.nn"):
+            classifier_activation(config)
+        return
+    logits = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, 0.0]])
+    expected = {
+        "identity": logits, "sigmoid": 1 / (1 + (-logits).exp()),
+        "softmax": logits.exp() / logits.exp().sum(-1, keepdim=True),
+    }[function]  # fmt: skip
+    torch.testing.assert_close(classifier_activation(config)(logits), expected)
 
 
 def test_metrics_have_the_names_and_kinds_of_vllm() -> None:

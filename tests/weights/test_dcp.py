@@ -7,10 +7,11 @@ import json
 import os
 import pickle
 import random
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise, product
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -337,6 +339,49 @@ def test_what_says_less_of_a_place_is_taken(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with open_checkpoint(tmp_path) as checkpoint:
         assert torch.equal(checkpoint["w"].read(), torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        (Path("x"), b"cpathlib\nPosixPath\n"),
+        (PurePosixPath("x"), b"cpathlib\nPurePosixPath\n"),
+        (Path("x"), b"cpathlib._local\nPosixPath\n"),  # as Python 3.13 writes it
+    ],
+)
+def test_the_folder_that_a_trainer_wrote_to_is_read_over(
+    tmp_path: Path, path: Any, named: bytes
+) -> None:
+    """torch keeps it in the metadata, as a path of the Python that wrote it."""
+    metadata = write(tmp_path, {"w": (torch.ones(2), ((),))})
+    metadata.storage_meta = StorageMeta(checkpoint_id=path)
+    data = pickle.dumps(metadata, protocol=2)
+    assert re.search(rb"cpathlib\S*\n\w+Path\n", data)
+    data = re.sub(rb"cpathlib\S*\n\w+Path\n", named, data)
+    (tmp_path / ".metadata").write_bytes(data)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint["w"].read().tolist() == [1, 1]
+
+
+def test_closing_gives_every_file_back(tmp_path: Path) -> None:
+    """Also where opening is refused after some files were opened."""
+
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    metadata = write(tmp_path)
+    before = opened()
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint["model.mesh.weight"].read().shape == (6, 8)
+    assert opened() > before
+    checkpoint.close()
+    assert opened() == before
+    *_, last = metadata.storage_data.values()
+    last.relative_path = "none"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match="none, which is not there"):
+        open_checkpoint(tmp_path)
+    assert opened() == before
 
 
 @pytest.mark.parametrize(("dims", "taken"), [(4, True), (5, False)])
