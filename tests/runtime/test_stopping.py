@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.outputs import request_output
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
@@ -140,6 +141,21 @@ def test_the_whole_text_leaves_out_the_token_that_ended_it(
     assert text("stop", "x") == text("stop", None, None) == "so far"
     assert all(each == ([3], False) for each in asked)
     assert bool(asked) == params.detokenize
+
+
+@pytest.mark.parametrize("before", [None, "earlier"])
+def test_a_tokenizer_that_fails_ends_the_request_with_its_first_error(before: str | None) -> None:
+    def continuation(*_: Any) -> str:
+        raise CheckpointFormatError("tokenizer.json cannot decode tokens")
+
+    tokenizer: Any = SimpleNamespace(continuation=continuation)
+    request = SimpleNamespace(params=SamplingParams(), prompt_token_ids=[3], error=before)
+    sequence: Any = SimpleNamespace(
+        request=request, output=[1], text="so far", finish_reason="length", stop_reason=None
+    )
+    complete_text(sequence, tokenizer)
+    assert (sequence.finish_reason, sequence.text) == ("error", "so far")
+    assert request.error == (before or "tokenizer.json cannot decode tokens")
 
 
 @pytest.mark.parametrize(
