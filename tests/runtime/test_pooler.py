@@ -15,7 +15,7 @@ from vllm_module.config import EngineConfig
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.runtime.metrics import RequestStateStats, Totals, engine_metrics
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
-from vllm_module.runtime.pooling.pooler import Pooler
+from vllm_module.runtime.pooling.pooler import Pair, Pooler
 from vllm_module.runtime.pooling.sentence_config import classifier_activation
 from vllm_module.runtime.pooling_params import PoolingParams
 
@@ -233,3 +233,44 @@ def test_metrics_have_the_names_and_kinds_of_vllm() -> None:
     for now in (5.0, 6.5, 9.0):
         stats.add_token(now)
     assert stats == RequestStateStats(3, 0, 0.0, 2.0, 0.0, 5.0, 9.0, 3.0)
+
+
+def test_pairs_of_texts_have_types_and_are_cut_together() -> None:
+    """Types go with the tokens where one is not 0; texts are in lower case where that is asked."""
+    asked: list[Any] = []
+
+    def encode_pair(first: str, second: str, most: int | None) -> tuple[list[int], list[int]]:
+        asked.append((first, second, most))
+        return [1, 2, 3], [0, 0, 1 if first == "typed" else 0]
+
+    tokenizer: Any = SimpleNamespace(encode_pair=encode_pair)
+    model = Model()
+    made = pooler(model)
+    made._get_tokenizer = lambda: tokenizer
+    pairs = [Pair("typed", "B"), Pair("Plain", "B")]
+    options = {"do_lower_case": True, "truncate_prompt_tokens": 5}
+    made.pool(pairs, "classify", tokenization_kwargs=options, use_tqdm=False)
+    assert asked == [("typed", "b", 5), ("plain", "b", 5)]
+    assert [batch.token_type_ids for batch in model.batches] == [[0, 0, 1, 0, 0, 0]]
+    made.pool(pairs[1:], "classify", use_tqdm=False)
+    assert (asked[-1], model.batches[-1].token_type_ids) == (("Plain", "B", None), [])
+    with pytest.raises(ValueError, match="special tokens separate two texts"):
+        made.pool(pairs, "classify", tokenization_kwargs={"add_special_tokens": False})
+
+
+def test_what_cannot_be_pooled_is_refused(tmp_path: Path) -> None:
+    """A pooling that is not implemented, unless another is named; all prompts, or other types."""
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
+    made = pooler(Model(), folder=tmp_path)
+    with pytest.raises(UnsupportedModelError, match="by max, which is not implemented"):
+        made.pool([[1]], use_tqdm=False)
+    assert made.pool([[1]], pooling="last", use_tqdm=False)[0].error is None
+    with pytest.raises(ValueError, match=r"^the prompt has no tokens$"):
+        made.pool([[]], pooling="cls", use_tqdm=False)
+    with pytest.raises(ValueError, match="all 2 prompts are refused"):
+        made.pool([[], [99]], pooling="cls", use_tqdm=False)
+    with pytest.raises(ValueError, match="pooling_params should be PoolingParams, got 3"):
+        made.pool([[1]], params=[3], pooling="cls", use_tqdm=False)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="pooling_params should be one or a sequence"):
+        made.pool([[1]], params=3, pooling="cls", use_tqdm=False)  # type: ignore[arg-type]
