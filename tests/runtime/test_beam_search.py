@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,10 +60,18 @@ def test_few_beams_are_kept_by_their_scores(
     prompts = [[1, 2], [2]]
 
     def next_logprobs(beams: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+        assert beams, "all have ended"
         return [{t: Logprob(logprob(tuple(b), t), 1) for t in range(VOCAB)} for b in beams]
 
     params = BeamSearchParams(width, longest, ignore_eos)
-    found = search(next_logprobs, prompts, params, [END], context)
+    steps: list[int] = []
+
+    @contextmanager
+    def bar(**_: Any) -> Iterator[Any]:
+        yield SimpleNamespace(update=steps.append)
+
+    found = search(next_logprobs, prompts, params, [END], context, bar)
+    assert steps == [1] * min(longest, context - 1)  # of the shorter prompt
     for prompt, output in zip(prompts, found, strict=True):
         beams: list[tuple[float, list[int]]] = [(0.0, prompt)]
         done: list[tuple[float, list[int]]] = []
@@ -85,7 +96,8 @@ def test_few_beams_are_kept_by_their_scores(
         assert [each.tokens for each in output.sequences] == [tokens for _, tokens in best]
         for each, (total, tokens) in zip(output.sequences, best, strict=True):
             assert each.cum_logprob == pytest.approx(total)
-            assert len(each.logprobs) == len(tokens) - len(prompt)
+            befores = [tuple(tokens[:at]) for at in range(len(prompt), len(tokens))]
+            assert [entry[1].logprob for entry in each.logprobs] == [logprob(b, 1) for b in befores]
             stopped = tokens[-1] == END and not ignore_eos
             assert (each.finish_reason, each.stop_reason) == (
                 ("stop", END) if stopped else ("length", None)
