@@ -124,7 +124,7 @@ FORMS = {
     "nothing": "string",
     "{{ raise_exception('no') }}": "",
     # Needs a message of the system before.
-    "{% if messages|length < 2 %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if messages[0].role != 'system' %}{{ raise_exception('none') }}{% endif %}"
     "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}": "openai",
 }
 
@@ -141,8 +141,8 @@ def test_a_template_gets_what_it_shows(process: TemplateProcess, template: str) 
             formatter.render(messages)
         return
     written: list[dict[str, Any]] = {
-        "string": [{"content": "one"}, {"content": "two\nthree"}],
-        "openai": [{"content": parts("one")}, {"content": parts("two", "three")}],
+        "string": [{"role": "system", "content": "one"}, {"content": "two\nthree"}],
+        "openai": [{"role": "system", "content": parts("one")}, {"content": parts("two", "three")}],
         "both": [{"content": "one"}, {"content": parts("two", "three")}],
     }[form]
     environment = Environment(autoescape=False)
@@ -171,7 +171,7 @@ def test_variables_and_special_tokens_reach_the_template(
     assert rendered == "!|</s>|False|False|False|False|False|"
     with pytest.raises(ValueError, match="multiple values for messages"):
         template.render(hello, messages=[])
-    for wrong in ([], None, "hi", {"role": "user"}, ["hi"], [{"content": "hi"}], 3):
+    for wrong in ([], None, "hi", {"role": "user"}, ["hi"], ["role"], [3], [{"content": "hi"}], 3):
         with pytest.raises(ValueError, match="messages should be a list of mappings with a role"):
             template.render(wrong)  # type: ignore[arg-type]
 

@@ -134,3 +134,5 @@ def test_refusals_are_raised_or_logged(
 def test_lengths_of_results() -> None:
     assert EmbeddingOutput([1.0, 2.0, 3.0]).hidden_size == 3
     assert ClassificationOutput([0.5, 0.5]).num_classes == 2
+    pooled = PoolingRequestOutput("0", None, [1])
+    assert (pooled.num_cached_tokens, pooled.finished, pooled.error) == (0, True, None)
