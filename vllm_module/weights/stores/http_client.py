@@ -183,7 +183,7 @@ class HttpClient:
         original = self._url_of(name)
         url = self._targets.get(name, original)
         remembered = url != original
-        for _ in range(_MOST_REDIRECTS):
+        for _ in range(_MOST_REDIRECTS + 1):
             connection, answer = self._send(request, urlsplit(url), headers)
             if remembered and answer.status in (401, 403, 404, 410):
                 # A target's signature is valid for some time only. Ask for a new one.
