@@ -109,7 +109,7 @@ class ModelSource:
     @property
     def name(self) -> str:
         """The model's name in messages: its URL, its one file, or its folder."""
-        return printable(getattr(self.source, "path", self.folder))
+        return printable(getattr(self.source, "path", self.source.folder))
 
     @property
     def revision(self) -> str | None:
@@ -215,31 +215,22 @@ def build_model(
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with (
-                device,
-                _fewer_parameters(config, tensors),
-                registry.blamed_on(build),
-                _no_missing_entry(config),
-            ):
-                model: vLLMModule = build(config)
-                list(model.modules())  # fails if a module has not called nn.Module's constructor
+            with device, _fewer_parameters(config, tensors), registry.blamed_on(build):
+                try:
+                    model: vLLMModule = build(config)
+                    list(model.modules())  # fails if one has not called nn.Module's constructor
+                except AttributeError as error:
+                    if "config.json" not in str(error):  # the message of HFConfig
+                        raise
+                    raise CheckpointFormatError(
+                        f"{config.architectures[0]} cannot be built: {error}"
+                    ) from None
             if rules is not None:
                 quantize(model, rules)
             fuse(model)
             return model
         finally:
             torch.set_default_dtype(default)
-
-
-@contextmanager
-def _no_missing_entry(config: HFConfig) -> Iterator[None]:
-    """Raise for a configuration that lacks an entry which the model reads."""
-    try:
-        yield
-    except AttributeError as error:
-        if "config.json" not in str(error):
-            raise
-        raise CheckpointFormatError(f"{config.architectures[0]} cannot be built: {error}") from None
 
 
 @contextmanager

@@ -177,9 +177,9 @@ class RotaryEmbedding(vLLMModule):
         for layer in range(config.num_hidden_layers):
             kind = _layer_type(config, layer)
             if kind not in by_type:
-                rope = _checked(config, kind)
-                shared = (each for each in by_type.values() if each.rope == rope)
-                by_type[kind] = next(shared, None) or cls.from_config(config, kind, is_neox_style)
+                rotary_emb = cls.from_config(config, kind, is_neox_style)
+                shared = (each for each in by_type.values() if each.rope == rotary_emb.rope)
+                by_type[kind] = next(shared, rotary_emb)
             yield by_type[kind]
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
@@ -189,11 +189,11 @@ class RotaryEmbedding(vLLMModule):
         ``max_position`` and ``max_model_len`` are set. The formulas are those of transformers'
         ``modeling_rope_utils.py``.
         """
-        rope = self.rope
+        rope, base = self.rope, self.rope.rope_theta
         if isinstance(rope, DynamicRope):
             base = _dynamic_base(rope, self.rotary_dim, self.max_model_len)
-            return self._inv_freq(base), 1.0
-        inv_freq = self._inv_freq(rope.rope_theta)
+        pairs = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32)
+        inv_freq = 1.0 / base ** (pairs / self.rotary_dim)
         if isinstance(rope, LongRope):
             return _longrope(inv_freq, rope, self.max_model_len)
         if isinstance(rope, YarnRope):
@@ -202,7 +202,7 @@ class RotaryEmbedding(vLLMModule):
             return _llama3(inv_freq, rope), 1.0
         if isinstance(rope, ProportionalRope):
             inv_freq[int(rope.partial_rotary_factor * self.rotary_dim // 2) :] = 0
-        if isinstance(rope, LinearRope):
+        if isinstance(rope, LinearRope) and not isinstance(rope, DynamicRope):
             inv_freq /= rope.factor
         return inv_freq, 1.0
 
@@ -213,11 +213,6 @@ class RotaryEmbedding(vLLMModule):
         if isinstance(rope, YarnRope) and rope.mscale_all_dim:
             return _mscale(rope, rope.mscale_all_dim) ** 2
         return 1.0
-
-    def _inv_freq(self, base: float) -> torch.Tensor:
-        return 1.0 / base ** (
-            torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
-        )
 
     def cos_sin(self, positions: torch.Tensor) -> CosSin:
         """Return cosines and sines, float32 ``[tokens, 1, rotary_dim / 2]``.

@@ -260,7 +260,7 @@ def _open_files(
                     f"{printable(path.parent)}/{format_.index} names {printable_name(path.name)}, "
                     f"which is not there. {DAMAGED}"
                 )
-            files.append(format_.open_file(path, folder))
+            files.append(imported(format_.opener)(path, folder))
             opened.callback(files[-1].close)
         if folder is not None and format_.index is not None and names_in is not None:
             for file in files:

@@ -22,11 +22,12 @@ from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
-from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry, StoredDType, read_header
+from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry, StoredDType
 from vllm_module.weights.pickled.dcp_metadata import ChunkedTensor, StoredChunk, read_metadata
 from vllm_module.weights.pickled.saved_tensors import SavedTensor
 from vllm_module.weights.pickled.torch_file import unpickled
 from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.safetensors import read_header
 from vllm_module.weights.weight_file import WeightFile, as_torch
 
 METADATA = ".metadata"
