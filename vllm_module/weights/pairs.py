@@ -9,7 +9,6 @@ from contextlib import suppress
 from operator import index
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any, SupportsIndex, TypeAlias
 
 import torch
@@ -115,12 +114,7 @@ class PairsCheckpoint(Mapping[str, Handle]):
     def __enter__(self) -> PairsCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getitem__(self, name: str) -> Handle:
