@@ -25,8 +25,8 @@ from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
 from vllm_module.weights.dummy import DummyWeights
 from vllm_module.weights.joined import JoinedWeights
 from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
-from vllm_module.weights.sharded_state import find_manifest
-from vllm_module.weights.source import Remote, Source, find_source
+from vllm_module.weights.sharded_state import read_manifest
+from vllm_module.weights.source import Source, find_source
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that a model runs in
 # The default dtype is global to the process, and simulated ranks build in threads.
@@ -84,8 +84,8 @@ class ModelSource:
             code=model.trust_remote_code,
         )
         config = read_config(source.folder, model)
-        is_own = isinstance(source, Remote)  # its opener knows its format
-        manifest = None if is_own else find_manifest(source.folder, load_format)
+        is_sharded = getattr(source, "load_format", None) == "sharded_state"
+        manifest = read_manifest(source.folder) if is_sharded else None
         model = model if manifest is None else manifest.settle(model, config)
         stored = getattr(config, "quantization_config", None)
         rules = rules_for(model.quantization, stored)

@@ -19,7 +19,6 @@ from vllm_module.config import ModelConfig, QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.weights.checkpoint import Checkpoint, LocalFiles
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile
@@ -139,16 +138,11 @@ def shard_name(rank: int, part: int) -> str:
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
-def find_manifest(folder: Path, load_format: str) -> Manifest | None:
-    """Return the manifest of ``folder``; ``None`` if another format is there or requested.
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a sharded state on this machine.
 
-    Raises ``CheckpointFormatError`` for a damaged manifest, and for a missing one if the format was
-    requested by name.
+    Raises ``CheckpointFormatError`` for one that is damaged or missing.
     """
-    if load_format not in ("auto", "layered", "sharded_state") or not folder.is_dir():
-        return None
-    if load_format != "sharded_state" and not is_there(folder / MANIFEST):
-        return None
     files = LocalFiles(folder)
     return _parsed(files, _read(files))
 

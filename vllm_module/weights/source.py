@@ -66,7 +66,7 @@ class Folder:
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import open_checkpoint
 
-        return open_checkpoint(self.path, self.load_format)
+        return open_checkpoint(self.weights_path or self.folder, self.load_format)
 
 
 Opener = Callable[[str], Source]
@@ -158,7 +158,7 @@ def find_source(
         if name is not None and isinstance(found, Unit) and found.small_files is not None:
             files = imported(found.small_files)(LocalFiles(folder))
             return Folder(write_folder(files, printable(folder)), name, weights_path=folder)
-        return Folder(folder, load_format)
+        return Folder(folder, name or load_format)
     opener = registered_sources.get(scheme.lower())
     if opener is not None:
         return Remote(model, opener)

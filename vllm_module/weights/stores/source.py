@@ -139,6 +139,11 @@ class StoreSource:
         """A path that stands for the URL, in messages and reports."""
         return self.place.path if self._named is None else self.place.file(self._named)
 
+    @property
+    def load_format(self) -> str:
+        """The format of the weights; that which was asked for if there are none."""
+        return self._format or str(self._options["load_format"])
+
     def weights(self) -> StoredCheckpoint:
         """Open the weights: read and check the headers of all files, many at once.
 
