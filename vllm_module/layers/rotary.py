@@ -174,8 +174,12 @@ class RotaryEmbedding(vLLMModule):
         ``is_neox_style`` is as in the constructor.
         """
         by_type: dict[str, RotaryEmbedding] = {}
+        types = getattr(config, "layer_types", None) or ()
+        pattern = getattr(config, "sliding_window_pattern", None)
         for layer in range(config.num_hidden_layers):
-            kind = _layer_type(config, layer)
+            slides = pattern and (layer + 1) % pattern
+            kind = "sliding_attention" if slides else "full_attention"
+            kind = str(types[layer]) if layer < len(types) else kind
             if kind not in by_type:
                 rotary_emb = cls.from_config(config, kind, is_neox_style)
                 shared = (each for each in by_type.values() if each.rope == rotary_emb.rope)
@@ -248,14 +252,6 @@ class RotaryEmbedding(vLLMModule):
             query, key = (x.clone(memory_format=torch.contiguous_format) for x in (query, key))
         rotary_embedding(query, key, *cos_sin, self.is_neox_style)
         return query, key
-
-
-def _layer_type(config: Any, layer: int) -> str:
-    types = getattr(config, "layer_types", None)
-    if types is not None and layer < len(types):
-        return str(types[layer])
-    pattern = getattr(config, "sliding_window_pattern", None)
-    return "sliding_attention" if pattern and (layer + 1) % pattern else "full_attention"
 
 
 def _checked(config: Any, layer_type: str | None = None) -> RopeParameters:

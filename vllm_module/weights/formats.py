@@ -113,7 +113,7 @@ SAFETENSORS = Files(
 # beside the weights.
 FORMATS: dict[str, Files | Unit] = {
     "sharded_state": Unit(
-        "vllm_module.weights.sharded_state:open_sharded_state",
+        "vllm_module.weights.sharded_state:ShardedState",
         "sharded_state.json",
         weights=("model-rank-*",),
     ),

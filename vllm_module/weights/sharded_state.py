@@ -183,7 +183,7 @@ def _parsed(folder: FolderFiles, data: bytes) -> Manifest:
 
 
 class ShardedState(Checkpoint):
-    """The files of a sharded state. As a mapping, it has the tensors of rank 0.
+    """The files that ``vllm-module shard`` wrote. As a mapping, it has the tensors of rank 0.
 
     The files of a rank are opened, and compared with the manifest, at first use. So a rank that
     reads only its own tensors opens only its own files.
@@ -241,11 +241,6 @@ class ShardedState(Checkpoint):
         for each in self._of_rank.values():
             each.close()
         self._place.close()
-
-
-def open_sharded_state(folder: FolderFiles) -> ShardedState:
-    """Open a folder that ``vllm-module shard`` wrote; see :class:`ShardedState`."""
-    return ShardedState(folder)
 
 
 def _opened(folder: FolderFiles, name: str, expected: ShardFile, rank: int) -> SafetensorsFile:
