@@ -119,7 +119,8 @@ class QuantizeGroups(ABC):
     def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the largest error of each number of ``stored``, a whole tensor."""
         held = stored.transpose(-2, -1) if self._transposed else stored
-        bound = self.bound(held.float().unflatten(-1, (-1, self.group_size))).flatten(-2)
+        groups = held.float().reshape(*held.shape[:-1], -1, self.group_size)
+        bound = self.bound(groups).flatten(-2)
         return bound.transpose(-2, -1) if self._transposed else bound
 
 

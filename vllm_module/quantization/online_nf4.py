@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -53,7 +53,7 @@ class OnlineNF4Method(AbsmaxMethod):
 class QuantizeNF4(QuantizeGroups):
     """The conversion of a full-precision ``weight`` into codes and ``absmax``."""
 
-    makes = ("absmax",)
+    makes: Sequence[str] = ("absmax",)
 
     def quantize(self, wide: torch.Tensor, words: torch.Tensor, scales: torch.Tensor) -> None:
         quantize_nf4(wide, words, scales, self.group_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -86,7 +86,7 @@ def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class PackOnline(QuantizeGroups):
     """The conversion of a full-precision ``weight`` into words of four-bit codes and scales."""
 
-    makes = ("weight_scale",)
+    makes: Sequence[str] = ("weight_scale",)
 
     def quantize(self, wide: torch.Tensor, words: torch.Tensor, scales: torch.Tensor) -> None:
         groups = wide.reshape(*scales.shape, -1)
