@@ -68,7 +68,7 @@ def _answering(answers: list[bytes], asked: list[bytes]) -> Iterator[None]:
     """Connect to what has the next of ``answers`` and then ends, and never to another host."""
     servers: list[socket.socket] = []
 
-    def to(url: SplitResult) -> http_connection.Connection:
+    def to(url: SplitResult) -> http_connection.HttpConnection:
         assert url.hostname == "host", "a connection to another host"
         assert len(asked) < 64, "requests without end"
         ours, theirs = socket.socketpair()
@@ -79,10 +79,10 @@ def _answering(answers: list[bytes], asked: list[bytes]) -> Iterator[None]:
         ours.settimeout(5)
         opened = http_connection.http.client.HTTPConnection("host")
         opened.sock = ours
-        return http_connection.Connection(opened)
+        return http_connection.HttpConnection(opened)
 
     try:
-        with patch.object(http_connection.Connection, "to", staticmethod(to)):
+        with patch.object(http_connection.HttpConnection, "to", staticmethod(to)):
             yield
     finally:
         for server in servers:

@@ -28,7 +28,12 @@ from vllm_module.weights.stores.client import (
     Version,
     ends_before,
 )
-from vllm_module.weights.stores.http_connection import Connection, Request, basic, failures_as_busy
+from vllm_module.weights.stores.http_connection import (
+    HttpConnection,
+    HttpRequest,
+    basic,
+    failures_as_busy,
+)
 from vllm_module.weights.stores.place import Place
 
 _MOST_REDIRECTS = 5
@@ -61,8 +66,8 @@ class HttpClient:
         self._place, self._url_of, self._authorization = place, url_of, authorization
         self._follows = follows
         self._targets: dict[str, str] = {}  # of redirects, by name
-        self._idle: dict[str, list[Connection]] = {}  # by scheme and host
-        self._under_way: set[Request] = set()
+        self._idle: dict[str, list[HttpConnection]] = {}  # by scheme and host
+        self._under_way: set[HttpRequest] = set()
         self._lock = threading.Lock()
         self._answered = False
         self._closed = False
@@ -155,7 +160,7 @@ class HttpClient:
     @contextmanager
     def _answer(self, name: str, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
         """Send a GET request for a file, and follow redirects that may be followed."""
-        request = Request()
+        request = HttpRequest()
         with self._lock:
             self._under_way.add(request)
         try:
@@ -173,7 +178,7 @@ class HttpClient:
 
     @contextmanager
     def _answer_of(
-        self, request: Request, name: str, headers: dict[str, str]
+        self, request: HttpRequest, name: str, headers: dict[str, str]
     ) -> Iterator[http.client.HTTPResponse]:
         original = self._url_of(name)
         url = self._targets.get(name, original)
@@ -213,8 +218,8 @@ class HttpClient:
                 connection.opened.close()
 
     def _send(
-        self, request: Request, url: SplitResult, headers: dict[str, str]
-    ) -> tuple[Connection, http.client.HTTPResponse]:
+        self, request: HttpRequest, url: SplitResult, headers: dict[str, str]
+    ) -> tuple[HttpConnection, http.client.HTTPResponse]:
         headers = {
             "Accept-Encoding": "identity",
             "User-Agent": f"vllm-module/{__version__}",
@@ -226,7 +231,7 @@ class HttpClient:
                 idle = self._idle.get(_origin(url), [])
                 reused = idle.pop() if idle else None
             with failures_as_busy():
-                connection = reused or Connection.to(url)
+                connection = reused or HttpConnection.to(url)
             try:
                 with failures_as_busy(final=not self._answered):
                     request.use(connection.opened)
@@ -324,7 +329,7 @@ def _origin(url: SplitResult) -> str:
     return f"{url.scheme}://{url.netloc}"
 
 
-def _close(idle: dict[str, list[Connection]]) -> None:
+def _close(idle: dict[str, list[HttpConnection]]) -> None:
     for connections in idle.values():
         while connections:
             connections.pop().opened.close()

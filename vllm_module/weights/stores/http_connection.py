@@ -20,7 +20,7 @@ _STALL_SECONDS = 30.0  # without a byte
 _REQUEST_SECONDS = 300.0  # of one request with its redirects, however slowly its bytes come
 
 
-class Request:
+class HttpRequest:
     """The end of one request: after ``_REQUEST_SECONDS`` its socket is shut down.
 
     Whatever is read from it then ends, however slowly it comes and however much there is of it.
@@ -91,19 +91,19 @@ class _TLSConnection(http.client.HTTPSConnection):
         )
 
 
-class Connection(NamedTuple):
+class HttpConnection(NamedTuple):
     """A connection, and headers for a proxy if it leads to one that is asked for whole URLs."""
 
     opened: http.client.HTTPConnection
     to_proxy: dict[str, str] | None = None
 
     @staticmethod
-    def to(url: SplitResult) -> Connection:
+    def to(url: SplitResult) -> HttpConnection:
         """Return a new connection, by the proxy that the environment names."""
         host, secure = url.hostname or "", url.scheme == "https"
         proxy = None if proxy_bypass(host) else getproxies().get(url.scheme)
         if proxy is None:
-            return Connection(_opened(host, url.port, host if secure else None))
+            return HttpConnection(_opened(host, url.port, host if secure else None))
         try:
             via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
             valid = bool(via.hostname) and via.port != 0
@@ -120,9 +120,9 @@ class Connection(NamedTuple):
             headers["Proxy-Authorization"] = basic(user, password)
         connection = _opened(via.hostname or "", via.port, host if secure else None)
         if not secure:
-            return Connection(connection, headers)
+            return HttpConnection(connection, headers)
         connection.set_tunnel(host, url.port, headers)
-        return Connection(connection)
+        return HttpConnection(connection)
 
     def get(self, url: SplitResult, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Send a GET request, and return the answer once its headers have come."""
