@@ -10,7 +10,7 @@ import torch
 from vllm_module.kernels.rows.quantize_nf4 import NF4, quantize_nf4
 from vllm_module.parameters import BasevLLMParameter, PackedModelWeightParameter
 from vllm_module.quantization.codebook import AbsmaxMethod
-from vllm_module.quantization.demand import demand
+from vllm_module.quantization.demand import demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, StoredTensor
 from vllm_module.quantization.online import QuantizeGroups
 
@@ -42,9 +42,7 @@ class OnlineNF4Method(AbsmaxMethod):
         return {"weight": StoredTensor(conversion=convert)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        """Raise ``WeightReadError`` for a weight that is not finite, which its scales show."""
-        rule = "must be finite to be quantized: train or convert it again"
-        demand(layer.get_parameter("absmax"), torch.isfinite, "weight", rule)
+        demand_finite_weight(layer.get_parameter("absmax"))
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
         return {"codebook": torch.tensor(NF4, dtype=torch.float32, device=layer.weight.device)}

@@ -14,7 +14,7 @@ from vllm_module.parameters import (
     GroupQuantScaleParameter,
     PackedModelWeightParameter,
 )
-from vllm_module.quantization.demand import demand
+from vllm_module.quantization.demand import demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, StoredTensor
 from vllm_module.quantization.online import QuantizeGroups
 from vllm_module.quantization.packed import PackedFormat, PackedMethod
@@ -67,9 +67,7 @@ class OnlinePackedMethod(PackedMethod):
         return {"weight": StoredTensor(conversion=convert)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        """Raise ``WeightReadError`` for a weight that is not finite, as its scale is not then."""
-        rule = "must be finite to be quantized: train or convert it again"
-        demand(layer.get_parameter("weight_scale"), torch.isfinite, "weight", rule)
+        demand_finite_weight(layer.get_parameter("weight_scale"))
 
 
 def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
