@@ -70,7 +70,7 @@ class RotaryEmbedding(vLLMModule):
         max_position: ``max_position_embeddings`` of the configuration; ``None`` if it has none.
         base: ``rope_theta``.
         scaling: ``rope_type`` (default, dynamic, linear, llama3, longrope, proportional or yarn)
-            and its settings, by Hugging Face's names.
+            and its settings, by Hugging Face's names; or these settings, checked already.
         rotary_dim: the first features of a head that are rotated; unless given, the scaling's
             ``partial_rotary_factor`` of them.
         is_neox_style: feature ``i`` is rotated with ``i + rotary_dim / 2`` (GPT-NeoX, Llama); else
@@ -99,7 +99,7 @@ class RotaryEmbedding(vLLMModule):
         head_size: int,
         max_position: int | None,
         base: float = 10000.0,
-        scaling: Mapping[str, Any] | None = None,
+        scaling: Mapping[str, Any] | RopeParameters | None = None,
         rotary_dim: int | None = None,
         is_neox_style: bool = True,
         max_model_len: int | None = None,
@@ -109,11 +109,10 @@ class RotaryEmbedding(vLLMModule):
         self.max_position = max_position
         self.max_model_len = max_model_len or max_position
         self.is_neox_style = is_neox_style
-        self.rope = _checked(
-            SimpleNamespace(
-                rope_theta=base, rope_parameters=scaling, max_position_embeddings=max_position
-            )
-        )
+        if not isinstance(scaling, RopeParameters):
+            given = {"rope_theta": base, "max_position_embeddings": max_position}
+            scaling = _checked(SimpleNamespace(rope_parameters=scaling, **given))
+        self.rope = scaling
         if rotary_dim is None:
             rotary_dim = self.rope.rotary_dim
         if rotary_dim is None:
@@ -161,7 +160,7 @@ class RotaryEmbedding(vLLMModule):
             head_size,
             rope.max_position_embeddings,
             rope.rope_theta,
-            rope.model_dump(),
+            rope,
             is_neox_style=is_neox_style,
             max_model_len=getattr(config, "max_model_len", None),
         )
