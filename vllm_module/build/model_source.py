@@ -24,9 +24,9 @@ from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read
 from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
 from vllm_module.weights.dummy import DummyWeights
 from vllm_module.weights.joined import JoinedWeights
-from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
+from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint
 from vllm_module.weights.sharded_state import read_manifest
-from vllm_module.weights.source import Source, find_source
+from vllm_module.weights.source import Source, find_source, open_weights
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that a model runs in
 # The default dtype is global to the process, and simulated ranks build in threads.
@@ -126,9 +126,11 @@ class ModelSource:
             with tensor_parallel(rank=0, size=1):
                 model = build_model(self.config, self.dtype, torch.device("cpu"), self.rules)
             expected = model.expected_weights() | valid_weights(model)
-            return PairsCheckpoint(self.source, DummyWeights(expected))
+            return PairsCheckpoint(self.source.folder, DummyWeights(expected))
         if self.secondary:
-            return PairsCheckpoint(self.source, JoinedWeights([("", self.source), *self.secondary]))
+            return PairsCheckpoint(
+                self.source.folder, JoinedWeights([("", self.source), *self.secondary])
+            )
         return open_weights(self.source)
 
     def build(self, device: torch.device, tensors: int | None = None) -> vLLMModule:

@@ -19,6 +19,7 @@ from vllm_module.weights.written_folder import write_folder
 if TYPE_CHECKING:
     from vllm_module.weights.checkpoint import Checkpoint
     from vllm_module.weights.handle import Weight
+    from vllm_module.weights.pairs import OpenWeights
 
 
 class Source(Protocol):
@@ -36,6 +37,19 @@ class Source(Protocol):
         ``plan``. If the result has a method ``close``, it is called once the handles are no longer
         needed.
         """
+
+
+def open_weights(source: Source) -> OpenWeights:
+    """Open the weights of ``source``: a :class:`Checkpoint`, or its pairs as a mapping like one."""
+    # Imported here because headers of files are read without torch, which pairs need.
+    from vllm_module.weights.checkpoint import Checkpoint
+
+    opened = source.weights()
+    if isinstance(opened, Checkpoint):
+        return opened
+    from vllm_module.weights.pairs import PairsCheckpoint
+
+    return PairsCheckpoint(source.folder, opened)
 
 
 @dataclass(frozen=True)
