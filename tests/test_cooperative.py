@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,7 +135,7 @@ def test_a_file_that_changes_is_refused(directory: Path) -> None:
 
 
 FILES, OTHER = ((1, 10),), ((2, 10),)
-SOURCE: Any = SimpleNamespace(folder=Path("a source"))
+SOURCE = Path("a source")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,26 +32,22 @@ class Settings(BaseModel):
     if not TYPE_CHECKING:  # type checkers know the arguments from the fields
 
         def __init__(self, /, **given: Any) -> None:
-            with _in_plain_words(type(self)):
+            try:
                 super().__init__(**given)
+            except ValidationError as error:
+                raise _refusal(type(self), error) from None
 
         @classmethod
         def model_validate(cls, given: Any, **options: Any) -> Any:
             """Do as pydantic does, with these errors."""
-            with _in_plain_words(cls):
+            try:
                 return super().model_validate(given, **options)
+            except ValidationError as error:
+                raise _refusal(cls, error) from None
 
 
-@contextmanager
-def _in_plain_words(kind: type[BaseModel]) -> Iterator[None]:
-    try:
-        yield
-    except ValidationError as error:
-        raise ValueError(_problems(kind, error)) from None
-
-
-def _problems(kind: type[BaseModel], error: ValidationError) -> str:
-    """Return a line for each value that is refused, with all that it should be instead."""
+def _refusal(kind: type[BaseModel], error: ValidationError) -> ValueError:
+    """Return an error with a line for each refused value and all that it should be instead."""
     wanted: dict[tuple[str, str], list[str]] = {}  # by name and value: types of a union differ
     lines: list[str] = []
     for problem in error.errors(include_url=False, include_context=False):
@@ -80,7 +75,7 @@ def _problems(kind: type[BaseModel], error: ValidationError) -> str:
         # If an item of a list is refused, another type of the union is not what is wrong.
         if not any(other.startswith(f"{name}[") for other, _ in wanted)
     ]
-    return "\n".join(lines)
+    return ValueError("\n".join(lines))
 
 
 def unknown_name(name: str, known: Collection[str]) -> str:

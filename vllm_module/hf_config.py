@@ -235,7 +235,13 @@ def read_entries(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     rope = entries.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
         # transformers 5 writes rope_theta and others there, where they go before those beside it.
-        entries["rope_parameters"] = _overridden(rope, overrides, path)
+        for kind, its in rope.items():
+            if isinstance(its, Mapping) and (names := sorted(its.keys() & overrides.keys())):
+                raise CheckpointFormatError(
+                    f"hf_overrides has {', '.join(names)}, which {printable(path)} has for each "
+                    f"layer type, such as {shorten(kind)}: override rope_parameters as a whole"
+                )
+        entries["rope_parameters"] = {k: overrides.get(k, v) for k, v in rope.items()}
     return entries
 
 
@@ -255,16 +261,6 @@ def _quantization_beside(folder: Path, entries: Mapping[str, Any]) -> dict[str, 
                 | {names.get(entry, entry): value for entry, value in given.items()}
             }
     return {}
-
-
-def _overridden(rope: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> Any:
-    for kind, settings in rope.items():
-        if isinstance(settings, Mapping) and (names := sorted(settings.keys() & overrides.keys())):
-            raise CheckpointFormatError(
-                f"hf_overrides has {', '.join(names)}, which {printable(path)} has for each layer "
-                f"type, such as {shorten(kind)}: override rope_parameters as a whole"
-            )
-    return {name: overrides.get(name, value) for name, value in rope.items()}
 
 
 def architectures_of(entries: Mapping[str, Any], path: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import SplitResult
 
-from vllm_module.weights.stores import http_client
+from vllm_module.weights.stores import http_client, http_connection
 from vllm_module.weights.stores.client import BusyError, RefusedError
 from vllm_module.weights.stores.place import parse
 
@@ -68,7 +68,7 @@ def _answering(answers: list[bytes], asked: list[bytes]) -> Iterator[None]:
     """Connect to what has the next of ``answers`` and then ends, and never to another host."""
     servers: list[socket.socket] = []
 
-    def to(url: SplitResult) -> http_client._Connection:
+    def to(url: SplitResult) -> http_connection.HttpConnection:
         assert url.hostname == "host", "a connection to another host"
         assert len(asked) < 64, "requests without end"
         ours, theirs = socket.socketpair()
@@ -77,12 +77,12 @@ def _answering(answers: list[bytes], asked: list[bytes]) -> Iterator[None]:
         theirs.shutdown(socket.SHUT_WR)
         asked.append(url.geturl().encode())
         ours.settimeout(5)
-        opened = http_client.http.client.HTTPConnection("host")
+        opened = http_connection.http.client.HTTPConnection("host")
         opened.sock = ours
-        return http_client._Connection(opened)
+        return http_connection.HttpConnection(opened)
 
     try:
-        with patch.object(http_client._Connection, "to", staticmethod(to)):
+        with patch.object(http_connection.HttpConnection, "to", staticmethod(to)):
             yield
     finally:
         for server in servers:

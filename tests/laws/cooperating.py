@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +70,7 @@ def load_together(right: Any, module: vLLMModule, weights: Any) -> Any:
     inside = planner._current.get() is not None
     if alone or inside or group.size == 1 or not isinstance(weights, Mapping):
         return right(module, weights)
-    pairs = PairsCheckpoint(SimpleNamespace(folder=Path("law")), weights)  # type: ignore[arg-type]
+    pairs = PairsCheckpoint(Path("law"), weights)
     if simulated:
         with telling_threads():
             return load_by(Cooperation(pairs, gather, group.rank, group.size, STALL), right, module)

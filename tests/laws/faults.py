@@ -234,7 +234,7 @@ FAULTS = (
     Fault("a rank counts blocks of nested scales from its own first", "sharding_equivalent", "packed by bitsandbytes",
           instead("parameters:BasevLLMParameter.cut", sharding.counted_from_its_own_first)),
     Fault("a packed code is one too high", "sharding_equivalent", "packed while loading",
-          instead("quantization.packed_online:PackedRegion.receive", sharding.one_code_higher)),
+          instead("quantization.packed_online:PackOnline.quantize", sharding.one_code_higher)),
     Fault("the padding of slots is not zeroed", "order_independent", "ColumnvLLMParameter",
           instead("core.allocation:Allocation._new", sharding.unpadded_if_partial)),
     # What the layers compute

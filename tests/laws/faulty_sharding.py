@@ -233,9 +233,9 @@ def groups_in_order(groups_of_inputs: Any, method: Any, layer: Any) -> torch.Ten
     return in_order.expand_as(group_of)
 
 
-def one_code_higher(receive: Any, region: Any, weight: Any) -> None:
-    receive(region, weight)
-    region.words.add_(0x11111111)
+def one_code_higher(quantize: Any, conversion: Any, wide: Any, words: Any, scales: Any) -> None:
+    quantize(conversion, wide, words, scales)
+    words.add_(0x11111111)
 
 
 def unpadded_if_partial(new: Any, allocation: Any, tensor: Any, device: Any) -> Any:

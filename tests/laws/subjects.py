@@ -60,7 +60,7 @@ from vllm_module.quantization import (
     QuantizeMethod,
     Scheme,
 )
-from vllm_module.quantization.bitsandbytes import OnlineNF4Method
+from vllm_module.quantization.online_nf4 import OnlineNF4Method
 from vllm_module.testing import (
     HeadLayout,
     Law,

@@ -53,6 +53,36 @@ class OwnForCausalLM(LlamaForCausalLM):
         output.logits = output.logits * self.config.logit_factor
         return output
 """
+OWN_ATTENTION = """
+import torch
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+
+from .configuration_own import OwnConfig
+
+class OwnAttention(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **others):
+        shape = *hidden_states.shape[:-1], -1, self.head_dim
+        layers = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (each(hidden_states).view(shape).transpose(1, 2) for each in layers)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = (
+            each.repeat_interleave(self.num_key_value_groups, dim=1) for each in (key, value)
+        )
+        scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
+        scores = scores + attention_mask[..., : key.shape[-2]]
+        output = torch.softmax(scores, dim=-1) @ value
+        return self.o_proj(output.transpose(1, 2).flatten(-2)), None
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+    _supports_attention_backend = False
+
+    def __init__(self, config):
+        super().__init__(config)
+        for number, layer in enumerate(self.model.layers):
+            layer.self_attn = OwnAttention(config, number)
+"""
 AUTO_MAP = {
     "AutoConfig": "configuration_own.OwnConfig",
     "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
@@ -144,6 +174,24 @@ def test_trusted_code_computes_the_model(folder: Path, expected: torch.Tensor) -
     assert (folder.parent / "trace").exists()
     for each in run_ranks(2, lambda rank: _logits(folder)):
         torch.testing.assert_close(each, expected, rtol=0, atol=1e-4)
+
+
+def test_attention_that_the_code_computes_itself_is_ours(
+    folder: Path, expected: torch.Tensor
+) -> None:
+    """Code that multiplies queries by keys in its forward pass runs with our paged attention."""
+    (folder / "modeling_own.py").write_text(OWN_ATTENTION)
+    torch.testing.assert_close(3.0 * _logits(folder), expected, rtol=0, atol=1e-4)
+    for each in run_ranks(2, lambda rank: _logits(folder)):
+        torch.testing.assert_close(3.0 * each, expected, rtol=0, atol=1e-4)
+    with LLM(
+        str(folder), trust_remote_code=True, dtype="float32", device="cpu",
+        skip_tokenizer_init=True, kv_cache_memory_bytes=2**20,
+    ) as llm:  # fmt: skip
+        prompt = {"prompt_token_ids": TOKEN_IDS.tolist()}
+        sampling = SamplingParams(max_tokens=1, temperature=0)
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+    assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
 
 
 def test_code_of_a_snapshot_is_taken_at_its_revision(

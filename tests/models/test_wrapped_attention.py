@@ -188,6 +188,15 @@ def test_a_mask_keeps_its_rule_as_another_dtype() -> None:
     assert getattr(~moved, "rule", None) is None
 
 
+def test_a_mask_keeps_its_rule_where_nothing_is_cut_off() -> None:
+    """Code cuts a mask to the number of keys; a part of it, or other rows, have no known rule."""
+    mask: Any = torch.empty(1, 1, 3, 3, device="meta").as_subclass(Mask)
+    mask.rule = MaskRule(window=2)
+    assert mask[:, :, :, :3].rule == mask[..., :9].rule == MaskRule(window=2)
+    rows = torch.zeros(3, dtype=torch.int64)
+    assert mask[..., :2].rule is mask[..., rows].rule is mask[None, 0].rule is None
+
+
 def test_scores_are_on_the_device_of_the_queries() -> None:
     """What a module makes on the device of scores is on that of the queries, not on meta."""
     query = torch.randn(1, HEADS, 4, SIZE)

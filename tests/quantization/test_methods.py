@@ -32,9 +32,9 @@ from vllm_module.quantization import (
     quantize,
 )
 from vllm_module.quantization import rows as rows_module
-from vllm_module.quantization.bitsandbytes import OnlineNF4Method
 from vllm_module.quantization.mxfp4 import MXFP4PackedMethod
 from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
+from vllm_module.quantization.online_nf4 import OnlineNF4Method
 from vllm_module.testing import LAWS, random_weights
 from vllm_module.testing.checkpoints import made_up_weights
 

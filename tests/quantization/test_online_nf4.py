@@ -18,7 +18,7 @@ from vllm_module.kernels.matmul.packed_words import unpack
 from vllm_module.kernels.rows.quantize_nf4 import NF4, PACKING, quantize_nf4
 from vllm_module.layers import ColumnParallelLinear, RowParallelLinear
 from vllm_module.quantization import QuantizableLayer, rules_for
-from vllm_module.quantization.bitsandbytes import OnlineNF4Method
+from vllm_module.quantization.online_nf4 import OnlineNF4Method
 from vllm_module.testing.checkpoints import assert_same_state, state
 from vllm_module.weights import open_checkpoint
 

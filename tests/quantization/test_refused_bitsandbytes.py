@@ -26,7 +26,8 @@ from vllm_module.errors import (
 )
 from vllm_module.layers import RowParallelLinear
 from vllm_module.quantization import rules_for
-from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, OnlineNF4Method
+from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod
+from vllm_module.quantization.online_nf4 import OnlineNF4Method
 
 bnb = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("bnb_checkpoints.py"))))
 

@@ -333,7 +333,25 @@ FILES: dict[str, tuple[dict[str, Any], Any]] = {
     "mean": ({"modules.json": THREE[:2], POOLING: flags("mean_tokens")}, "mean"),
     "last": ({"modules.json": THREE, POOLING: flags("lasttoken")}, "last"),
     "newer": ({"modules.json": THREE, POOLING: {"pooling_mode": "cls"}}, "cls"),
+    **{
+        f"newer {name}": ({POOLING: {"pooling_mode": name}}, expected)
+        for name, expected in (
+            ("cls", "cls"), ("mean", "mean"), ("lasttoken", "last"), ("max", "by max"),
+        )
+    },
+    "newer beside older": ({POOLING: {**flags("mean_tokens"), "pooling_mode": "cls"}}, "cls"),
+    "newer that is none": ({POOLING: {**flags("mean_tokens"), "pooling_mode": None}}, "mean"),
     "no list": ({POOLING: flags("cls_token")}, "cls"),
+    "a list without pooling": (
+        {"modules.json": modules("Transformer", "Normalize"), POOLING: flags("cls_token")}, "mean"
+    ),
+    "an empty list": ({"modules.json": [], POOLING: flags("cls_token")}, "mean"),
+    "twice": (
+        {"modules.json": modules("Pooling", "Pooling"), POOLING: flags("cls_token")},
+        "by cls_token",
+    ),
+    "other flags": ({POOLING: {**flags("cls_token"), "include_prompt": True, "x": True}}, "cls"),
+    "flags that are no switch": ({POOLING: {"pooling_mode_cls_token": 1}}, "by nothing"),
     "elsewhere": (
         {"modules.json": modules("Pooling", pooling="p"), "p/config.json": flags("cls_token")},
         "cls",

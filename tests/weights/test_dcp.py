@@ -7,10 +7,11 @@ import json
 import os
 import pickle
 import random
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise, product
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -132,6 +134,11 @@ def test_what_torch_saves_itself_is_read(tmp_path: Path) -> None:
         {"optimizer": {"step": torch.ones(2)}, "scheduler": {"last": {"lr": torch.ones(1)}}},
         {"train_state": {"loss": {"sum": torch.ones(())}}, "rng": {"cpu": torch.ones(4)}},
         {"ema": {"shadow": {"embed.weight": torch.zeros(3, 2)}}},
+        *(
+            {name: {"embed.weight": torch.zeros(3, 2)}}  # each alone, as trainers call it
+            for name in ("Optimizer_0", "LR_SCHEDULERS", "grad_scaler", "rng_state", "dataloader")
+        ),
+        *({name: {"embed.weight": torch.zeros(3, 2)}} for name in ("train_state", "model_EMA")),
     ],
 )
 def test_the_weights_are_found_beside_what_a_trainer_saves(
@@ -146,6 +153,40 @@ def test_the_weights_are_found_beside_what_a_trainer_saves(
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.keys() == model.keys()
         assert all(torch.equal(checkpoint[name].read(), model[name]) for name in model)
+
+
+@pytest.mark.parametrize(
+    ("saved", "chosen"),
+    [
+        ({"model": {"w": 1}, "critic": {"w": 2}}, 1),  # the dict that is called so
+        ({"app": {"critic": {"w": 2}, "model": {"w": 1}}}, 1),
+        ({"model": {"w": 1}, "models": {"w": 2}}, 1),
+        ({"model": {"encoder": {"w": 1}}}, 1),
+        ({"policy": {"w": 1}, "critic": {"w": 2}}, None),
+        ({"model": {"encoder": {"w": 1}, "decoder": {"v": 2}}}, None),
+        ({"a": {"model": {"w": 1}}, "b": {"model": {"w": 2}}}, None),
+        ({"optim": {"w": 1}}, None),
+        ({"app": {"schema": {"optimal_w": 1}}}, None),
+        ({"app": {"optimizer_w": 1, "ema": 2}}, 1),  # these words count above a tensor only
+    ],
+)
+def test_of_two_dicts_that_called_model_is_taken(
+    tmp_path: Path, saved: dict[str, Any], chosen: int | None
+) -> None:
+    """Without one, or with two, which holds the weights is not guessed."""
+
+    def tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: tensors(each) for name, each in value.items()}
+        return torch.full((2,), float(value))
+
+    dcp.save(tensors(saved), checkpoint_id=tmp_path, no_dist=True)
+    if chosen is None:
+        with pytest.raises(CheckpointFormatError, match=r"expected the weights in one dict"):
+            open_checkpoint(tmp_path)
+        return
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert next(iter(checkpoint.values())).read().tolist() == [chosen, chosen]
 
 
 def write_in_safetensors(folder: Path) -> None:
@@ -253,6 +294,119 @@ def test_metadata_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointFormatError, match=message) as refused:
         open_checkpoint(tmp_path)
     assert ".metadata" in str(refused.value)
+
+
+KEY = "model.model.rows.weight"  # of two chunks, (3, 4) and (2, 4) at (3, 0)
+NO_SIZE = (None, "x", -1, True, 1.0, 1 << 63)
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "relative_path": (None, 3, b"x", "", ".", "..", "a/b", "/x"),
+    "offset": (*NO_SIZE, 1 << 62),
+    "length": (*NO_SIZE, 1 << 62),
+    "properties": (None, {}, "float32", TensorProperties(torch.qint8)),
+    "size": (None, (5,), (5, 4, 1), (5, None), (5, -4), (5, True), [5, 4], (5, 5), (5, 3), 20),
+    "offsets": (None, (0,), (0, 0, 0), (0, None), (0, -1), (0, True), [0, 0], (0, 1), 0),
+    "sizes": (None, (3,), (3, 4, 1), (3, None), (3, -4), (3, True), [3, 4], (2, 4), (4, 4), 12),
+    "chunks": (None, "x", [], [None], [3]),
+    "state_dict_metadata": (None, [], "x", {}),
+    "storage_data": (None, [], "x", {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field in FIELDS for value in FIELDS[field]]
+)
+def test_a_field_with_a_wrong_value_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    """No value of the wrong type, sign or size, nor the nearest of the right one, gets further."""
+    metadata = write(tmp_path, {"model.rows.weight": STATE["model.rows.weight"]})
+    described: Any = metadata.state_dict_metadata[KEY]
+    stored = next(iter(metadata.storage_data.values()))
+    holders: tuple[Any, ...] = (metadata, described, described.chunks[0], stored)
+    (holder,) = (each for each in holders if hasattr(each, field))
+    object.__setattr__(holder, field, value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match=r"\.metadata: "):
+        open_checkpoint(tmp_path)
+
+
+def test_what_says_less_of_a_place_is_taken(tmp_path: Path) -> None:
+    """A tensor in one chunk may be stored without an offset; empty chunks need no place."""
+    metadata = write(tmp_path, {"w": (torch.arange(6.0).view(2, 3), ((), ()))})
+    ((_, place),) = metadata.storage_data.items()
+    metadata.storage_data = {MetadataIndex("model.w"): place, MetadataIndex("model.v"): None}
+    metadata.state_dict_metadata["model.w"].chunks.append(  # type: ignore[union-attr]
+        ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((0, 3)))
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint["w"].read(), torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        (Path("x"), b"cpathlib\nPosixPath\n"),
+        (PurePosixPath("x"), b"cpathlib\nPurePosixPath\n"),
+        (Path("x"), b"cpathlib._local\nPosixPath\n"),  # as Python 3.13 writes it
+    ],
+)
+def test_the_folder_that_a_trainer_wrote_to_is_read_over(
+    tmp_path: Path, path: Any, named: bytes
+) -> None:
+    """torch keeps it in the metadata, as a path of the Python that wrote it."""
+    metadata = write(tmp_path, {"w": (torch.ones(2), ((),))})
+    metadata.storage_meta = StorageMeta(checkpoint_id=path)
+    data = pickle.dumps(metadata, protocol=2)
+    assert re.search(rb"cpathlib\S*\n\w+Path\n", data)
+    data = re.sub(rb"cpathlib\S*\n\w+Path\n", named, data)
+    (tmp_path / ".metadata").write_bytes(data)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint["w"].read().tolist() == [1, 1]
+
+
+def test_closing_gives_every_file_back(tmp_path: Path) -> None:
+    """Also where opening is refused after some files were opened."""
+
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    metadata = write(tmp_path)
+    before = opened()
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint["model.mesh.weight"].read().shape == (6, 8)
+    assert opened() > before
+    checkpoint.close()
+    assert opened() == before
+    *_, last = metadata.storage_data.values()
+    last.relative_path = "none"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFormatError, match="none, which is not there"):
+        open_checkpoint(tmp_path)
+    assert opened() == before
+
+
+@pytest.mark.parametrize(("dims", "taken"), [(4, True), (5, False)])
+def test_a_tensor_is_cut_in_at_most_four_dimensions(tmp_path: Path, dims: int, taken: bool) -> None:
+    tensor = torch.arange(2.0**dims * 3).view(*[2] * dims, 3)  # and is whole in the last
+    write(tmp_path, {"w": (tensor, (*[(1,)] * dims, ()))})
+    if taken:
+        with open_checkpoint(tmp_path) as checkpoint:
+            assert torch.equal(checkpoint["w"].read(), tensor)
+        return
+    with pytest.raises(CheckpointFormatError, match="should cover each of"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "taken"), [("w" * 1024, True), ("w" * 1025, False), (3, False)])
+def test_names_are_strings_of_a_bounded_length(tmp_path: Path, name: Any, taken: bool) -> None:
+    metadata = write(tmp_path, {"w": (torch.ones(2), ((),))})
+    metadata.planner_data["model.w"] = ("model", name)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if taken:
+        with open_checkpoint(tmp_path) as checkpoint:
+            assert list(checkpoint) == [name]
+        return
+    with pytest.raises(CheckpointFormatError, match="string of at most 1024 characters"):
+        open_checkpoint(tmp_path)
 
 
 def test_nothing_in_the_pickle_runs(tmp_path: Path) -> None:

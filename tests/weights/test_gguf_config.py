@@ -15,14 +15,17 @@ from typing import Any, NamedTuple
 
 import gguf
 import pytest
-from transformers import DeepseekV3Config
+import torch
+from transformers import DeepseekV3Config, LlamaConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vllm_module import ModelConfig
 from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.weights.gguf.metadata import Metadata
+from vllm_module.weights.gguf.rope import check_rope_factors
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))
 REFUSALS = (CheckpointFormatError, UnsupportedModelError)
@@ -277,6 +280,93 @@ def test_files_that_say_no_groups_have_those_of_the_published_model(
     assert (entries["n_group"], entries["topk_group"]) == (n_group, topk_group)
     grouped = "greedy" if n_group == 1 else "group_limited_greedy"
     assert entries["topk_method"] == grouped
+
+
+def check(factors: list[float] | None, entries: dict[str, Any]) -> None:
+    """Compare ``config.json`` with a file that has these factors."""
+    tensors = {} if factors is None else {"rope_freqs.weight": factors}
+    file: Any = SimpleNamespace(
+        path=Path("m.gguf"), metadata={"general.architecture": "llama"},
+        header=SimpleNamespace(tensors=[]), rope_tensors=tensors, floats=list,
+    )  # fmt: skip
+    check_rope_factors([file], entries, "config.json")
+
+
+def factors_of(kind: str, theta: float, scaling: dict[str, Any], head: int = 64) -> list[float]:
+    """Return the factors on the frequencies by transformers' function of the same name."""
+    config = LlamaConfig(
+        head_dim=head, max_position_embeddings=131072,
+        rope_parameters={"rope_type": kind, "rope_theta": theta, **scaling},
+    )  # fmt: skip
+    scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=131072)
+    plain = 1 / theta ** (torch.arange(0, head, 2, dtype=torch.float64) / head)
+    found: list[float] = (plain / scaled.double()).tolist()
+    return found
+
+
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LONG = {"short_factor": [1.0] * 32, "long_factor": [1 + at / 8 for at in range(32)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "theta", "change"),
+    [
+        ("llama3", 5e5, {}),
+        ("llama3", 1e4, {"factor": 32.0}),
+        ("llama3", 1e6, {"low_freq_factor": 2.0, "high_freq_factor": 3.0}),
+        ("llama3", 5e5, {"original_max_position_embeddings": 4096}),
+        ("longrope", 1e4, {"original_max_position_embeddings": 4096}),
+    ],
+)
+def test_factors_are_those_of_config_json_by_transformers(
+    kind: str, theta: float, change: dict[str, Any]
+) -> None:
+    """The configuration that gives the file's factors is taken, in each spelling; no other is."""
+    scaling = {**(LLAMA3 if kind == "llama3" else LONG), **change}
+    factors = factors_of(kind, theta, scaling)
+    named = {"rope_type": kind, **scaling}
+    spellings: list[dict[str, Any]] = [
+        {"rope_theta": theta, "rope_scaling": named},
+        {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}},
+        {"rope_parameters": {**named, "rope_theta": theta}},
+        {"rope_scaling": None, "rope_parameters": {**named, "rope_theta": theta}},
+        {"rope_theta": theta * 2, "rope_scaling": {**named, "rope_theta": theta}},
+        *([{"rope_scaling": named}] if theta == 1e4 else []),  # transformers' default
+    ]
+    for entries in spellings:
+        check(factors, entries)
+    others: list[tuple[list[float], dict[str, Any]]] = [
+        (factors, {"rope_theta": theta}),
+        (factors, {"rope_theta": theta, "rope_scaling": {**named, "rope_type": "linear"}}),
+        (factors[:-1], spellings[0]),
+        ([*factors, factors[-1]], spellings[0]),
+    ]
+    for name in LLAMA3 if kind == "llama3" else ("long_factor",):
+        wrong = [1.1] * 32 if name == "long_factor" else 1.1 * scaling[name]
+        missing = {key: value for key, value in named.items() if key != name}
+        for each in ({**named, name: wrong}, {**named, name: None}, missing):
+            others.append((factors, {"rope_theta": theta, "rope_scaling": each}))
+    if kind == "llama3":
+        others += [
+            (factors, {"rope_theta": 0, "rope_scaling": named}),
+            (factors, {"rope_theta": theta, "rope_scaling": {**named, "rope_theta": 0}}),
+            (factors, {"rope_theta": 2 * theta, "rope_scaling": named}),
+        ]
+    for values, entries in others:
+        with pytest.raises(CheckpointFormatError, match=r"which rope_scaling of config\.json does"):
+            check(values, entries)
+
+
+def test_files_without_factors_go_with_any_config_json() -> None:
+    """No tensor of factors, or factors of 1, say nothing; one that differs does."""
+    for entries in ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}):
+        check(None, entries)
+        check([1.0] * 4, entries)
+        with pytest.raises(CheckpointFormatError, match="from 1 to 2"):
+            check([1.0, 1.0, 2.0], entries)
 
 
 def test_every_optional_key_is_in_the_table(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

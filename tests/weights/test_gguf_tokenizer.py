@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,15 @@ import regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.runtime.generation_config import stop_tokens
 from vllm_module.runtime.text.chat import ChatTemplate
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.weights.gguf import file as gguf_file
+from vllm_module.weights.gguf.tokenizer import tokenizer_files
 from vllm_module.weights.source import find_source
 
 written = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gguf_models.py"))))
@@ -177,25 +180,42 @@ def test_a_space_before_a_text_is_added_as_the_file_says(
         assert tokenizer.decode(ids) == (text.removeprefix(" ") if added else text)
 
 
-# https://github.com/openai/tiktoken, tiktoken_ext/openai_public.py; transformers reads no gpt-oss.
+# Published expressions: tiktoken's o200k_base; tokenizer.json of Llama 3, Qwen2, Mistral Nemo and
+# DeepSeek-V3, of which each cuts what the last left; GPT-2's encoder.py.
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
-
-
-# https://github.com/zai-org/GLM-4, tokenization_chatglm.py.
-CL100K = (
+LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# https://huggingface.co/deepseek-ai/DeepSeek-V3, tokenizer.json: each cuts what the last left.
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN = O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp: the names, and of which tokenizers a
+# word that is a token is not merged again (ignore_merges).
+SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), ((LLAMA3,), True)),
+    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), ((LLAMA3,), True)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), ((QWEN2,), False)),
+    "tekken": ((TEKKEN,), True),
+    "gpt-4o": ((O200K,), False),
+    "deepseek-v3": (DEEPSEEK3, False),
+    **dict.fromkeys(("default", "gpt-2"), ((GPT2,), False)),
+}
+# Characters of each kind that the expressions tell apart, and both ends of their ranges.
+KINDS_OF_CHARACTERS = (
+    "aZB\u01c5\u02b0\u6f22\u4e00\u9fa5\u3040\u30ff\u0301120\u2082 "
+    "\n\r\t'sSd/\\.!~-+\u00a0\U0001f642\uff5c"
 )
 
 
@@ -205,28 +225,124 @@ def cut(pieces: list[str], pattern: str) -> list[str]:
     return [part for part in found if part]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "pre", "patterns"),
-    [
-        ("gpt-oss", "gpt-4o", (O200K,)),
-        ("glm4", "glm4", (CL100K,)),
-        ("deepseek3", "deepseek-v3", DEEPSEEK3),
-    ],
-)
-def test_text_is_split_by_the_models_own_expressions(
-    write: Callable[..., Path], architecture: str, pre: str, patterns: tuple[str, ...]
-) -> None:
+def made(architecture: str = "qwen2", **keys: Any) -> tuple[FastTokenizer, dict[str, Any]]:
+    """Return the tokenizer and the tokenizer_config.json of a file with these keys."""
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    files = tokenizer_files({"general.architecture": architecture, **metadata}, "x.gguf", ())
+    tokenizer = FastTokenizer.from_str(files["tokenizer.json"].decode())
+    return tokenizer, json.loads(files["tokenizer_config.json"])
+
+
+BYTES = list(bytes_to_unicode().values())
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_text_is_split_by_the_models_own_expressions(pre: str) -> None:
     """The pieces are those of the published expressions, by another library; text comes back."""
-    folder = find_source(str(write(architecture, byte_level(pre)))).folder
-    tokenizer, ours = FastTokenizer.from_file(str(folder / "tokenizer.json")), Tokenizer(folder)
-    for text in TEXTS:
+    patterns, whole = SPLITS[pre]
+    # "abc" is a token to which no merge leads.
+    tokens = [*BYTES, "bc", "abc"]
+    tokenizer, _ = made(model="gpt2", pre=pre, tokens=tokens, merges=["b c"])
+    rng = random.Random(0)
+    drawn = ["".join(rng.choices(KINDS_OF_CHARACTERS, k=9)) for _ in range(300)]
+    for text in [*TEXTS, *drawn, "I'll we've it'd I'm they're don't it's 'S'LL'VE'D'M'RE'T"]:
         split = tokenizer.pre_tokenizer.pre_tokenize_str(text)
         found = [text[begin:end] for _, (begin, end) in split]
         expected = [text]
         for pattern in patterns:
             expected = cut(expected, pattern)
         assert found == [piece for piece in expected if piece]
-        assert ours.decode(ours.encode(text, False), skip_special_tokens=False) == text
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("abc").tokens == (["abc"] if whole else ["a", "bc"])
+
+
+def test_every_name_of_a_split_is_in_the_table() -> None:
+    """The message that refuses another name lists those that are known."""
+    with pytest.raises(UnsupportedModelError) as error:
+        made(model="gpt2", pre="none such", tokens=BYTES, merges=[])
+    listed = str(error.value).partition("expected one of ")[2].partition(". Put")[0]
+    assert set(listed.split(", ")) == set(SPLITS)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_tokens_that_are_added_are_text(typed: bool) -> None:
+    """DeepSeek's have characters of several bytes; each is one token, and is skipped as one.
+
+    Files without types name the special ones alone. A user's own token is not skipped.
+    """
+    begin, end, user = (
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+        "<\uff5cend\uff5c>",
+        "<\uff5cU\uff5c>",
+    )
+    tokens = [*BYTES, begin, end, user, "<pad>", "<unk>", "\u00e6\u0139"]
+    types = {"token_type": [NORMAL] * 256 + [CONTROL, CONTROL, USER, CONTROL, CONTROL, NORMAL]}
+    tokenizer, config = made(
+        model="gpt2", pre="deepseek-v3", tokens=tokens, merges=["\u00e6 \u0139"],
+        bos_token_id=256, eos_token_id=257, padding_token_id=259, unknown_token_id=260,
+        **(types if typed else {}),
+    )  # fmt: skip
+    names = {"bos": begin, "eos": end, "pad": "<pad>", "unk": "<unk>"}
+    assert {key: config.get(f"{key}_token") for key in names} == names
+    text = f"{begin}Hi{user}\u65e5{end}"
+    ids = tokenizer.encode(text).ids
+    assert [ids[0], ids[-1]] == [256, 257]
+    assert (258 in ids) == typed
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(ids) == text.removeprefix(begin).removesuffix(end)
+
+
+ADDED = [  # model, keys, what is before and after a text
+    ("gpt2", {}, (False, False)),
+    ("llama", {}, (True, False)),
+    ("gpt2", {"add_bos_token": True}, (True, False)),
+    ("llama", {"add_bos_token": False}, (False, False)),
+    ("llama", {"add_eos_token": True}, (True, True)),
+    ("gpt2", {"add_eos_token": True}, (False, True)),
+    ("gpt2", {"add_bos_token": True, "add_eos_token": True}, (True, True)),
+    ("gpt2", {"add_bos_token": True, "bos_token_id": None}, (False, False)),
+]
+
+
+@pytest.mark.parametrize(("model", "keys", "added"), ADDED)
+def test_texts_and_pairs_begin_and_end_as_the_keys_say(
+    model: str, keys: dict[str, Any], added: tuple[bool, bool]
+) -> None:
+    """Token 0 is a token; the second text of a pair has both again, and type 1."""
+    tokens = ["<s>", "</s>", *BYTES]
+    tokenizer, config = made(
+        model=model, tokens=tokens, merges=[],
+        token_type=[CONTROL, CONTROL, *[NORMAL] * 256],
+        **{"bos_token_id": 0, "eos_token_id": 1, "add_space_prefix": False, **keys},
+    )  # fmt: skip
+    before, after = [0] * added[0], [1] * added[1]
+    a, b = tokens.index("a"), tokens.index("b")
+    pair = tokenizer.encode("aa", "b")
+    assert tokenizer.encode("a").ids == [*before, a, *after]
+    assert pair.ids == [*before, a, a, *after, *before, b, *after]
+    ends = 2 + sum(added)
+    assert pair.type_ids == [0] * ends + [1] * (len(pair.ids) - ends)
+    for name, at, known in (("bos", 0, keys.get("bos_token_id", 0) is not None), ("eos", 1, True)):
+        assert config.get(f"{name}_token") == (tokens[at] if known else None)
+        named = keys.get(f"add_{name}_token", name == "bos" and model == "llama")
+        assert config[f"add_{name}_token"] is named
+    assert config["clean_up_tokenization_spaces"] is False
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_merges_are_those_that_transformers_makes(architecture: str) -> None:
+    """Tokens with one score are merged by the lengths, then by the numbers, of their parts."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("ab", k=length)) for length in (2, 3, 4, 5) for _ in range(12)]
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "b", "a", *dict.fromkeys(words)]
+    scores = [float(-rng.randrange(4)) for _ in tokens]
+    tokenizer, _ = made(architecture, model="llama", tokens=tokens, scores=scores)
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    ranks = scores if architecture == "llama" else [-float(at) for at in range(len(tokens))]
+    expected = generate_merges(vocabulary, dict(zip(tokens, ranks, strict=True)))
+    found = json.loads(tokenizer.to_str())["model"]["merges"]
+    assert [tuple(each) for each in found] == expected
+    assert len(expected) > 40
 
 
 def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:

@@ -22,7 +22,8 @@ from vllm_module.errors import (
 )
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.weights import open_checkpoint
-from vllm_module.weights.mistral import renamed
+from vllm_module.weights.checkpoint import LocalFiles
+from vllm_module.weights.mistral import mistral_small_files, renamed
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 SHAPE: dict[str, Any] = {
@@ -132,17 +133,6 @@ def test_the_engine_gives_the_same_tokens(dense: Path) -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_scales_get_the_names_that_layers_declare() -> None:
-    """FP8 files store the scale of a weight and of its input beside it."""
-    assert renamed("layers.3.attention.wq.qscale_weight") == (
-        "model.layers.3.self_attn.q_proj_pairs.weight_scale"
-    )
-    assert (
-        renamed("layers.0.feed_forward.w2.qscale_act") == "model.layers.0.mlp.down_proj.input_scale"
-    )
-    assert renamed("vision_encoder.w.weight") == "vision_encoder.w.weight"
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("entries", "static"),
@@ -213,6 +203,125 @@ def test_quantization_of_compressed_tensors_is_passed_on(dense: Path, tmp_path: 
             WeightLoadError, match=r"weight_scale"
         ):  # the weights here are not quantized
             get_model(model_config=ModelConfig(model=str(folder)))
+
+
+# transformers' convert_mistral_weights_to_hf.py, and vLLM's transformers_utils/configs/mistral.py.
+RENAMED = {
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+    "layers.0.attention.wq": "model.layers.0.self_attn.q_proj_pairs",
+    "layers.0.attention.wk": "model.layers.0.self_attn.k_proj_pairs",
+    "layers.0.attention.wv": "model.layers.0.self_attn.v_proj",
+    "layers.0.attention.wo": "model.layers.0.self_attn.o_proj",
+    "layers.0.attention_norm": "model.layers.0.input_layernorm",
+    "layers.10.ffn_norm": "model.layers.10.post_attention_layernorm",
+    "layers.0.feed_forward.w1": "model.layers.0.mlp.gate_proj",
+    "layers.0.feed_forward.w2": "model.layers.0.mlp.down_proj",
+    "layers.0.feed_forward.w3": "model.layers.0.mlp.up_proj",
+    "layers.0.feed_forward.gate": "model.layers.0.block_sparse_moe.gate",
+    "layers.0.block_sparse_moe.gate": "model.layers.0.block_sparse_moe.gate",
+    **{
+        f"layers.3.{stem}.experts.12.{w}": f"model.layers.3.block_sparse_moe.experts.12.{w}"
+        for stem in ("feed_forward", "block_sparse_moe") for w in ("w1", "w2", "w3")
+    },
+}  # fmt: skip
+UNKNOWN = (
+    "vision_encoder.w", "layers", "layers.0", "layers.0.w", "layer.0.attention.wq", "x.norm",
+    "layers.0.feed_forward.experts.1", "layers.0.feed_forward.experts.1.w1.x", "norm.x",
+    "layers.0.attention.experts.1.w1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("last", "new"),
+    [("weight", "weight"), ("qscale_weight", "weight_scale"), ("qscale_act", "input_scale")],
+)
+def test_every_name_is_the_one_of_hugging_faces_files(last: str, new: str) -> None:
+    """Names are written out; what is none of them stays as it is, and is refused by the model."""
+    for name, expected in RENAMED.items():
+        assert renamed(f"{name}.{last}") == f"{expected}.{new}"
+    for name in UNKNOWN:
+        assert renamed(f"{name}.{last}") == f"{name}.{last}"
+
+
+ABSENT = object()
+ENTRIES: list[tuple[str, Any, str, Any]] = [
+    # Entry of params.json and its value; the entry of config.json and its value, or a refusal.
+    *[(name, 48, new, 48) for name, new in (
+        ("dim", "hidden_size"), ("n_layers", "num_hidden_layers"), ("head_dim", "head_dim"),
+        ("n_heads", "num_attention_heads"), ("n_kv_heads", "num_key_value_heads"),
+        ("hidden_dim", "intermediate_size"), ("vocab_size", "vocab_size"),
+        ("sliding_window", "sliding_window"), ("max_seq_len", "max_position_embeddings"),
+    )],
+    ("norm_eps", 2e-5, "rms_norm_eps", 2e-5),
+    ("rope_theta", 1e6, "rope_theta", 1e6),
+    ("tied_embeddings", True, "tie_word_embeddings", True),
+    ("tied_embeddings", False, "tie_word_embeddings", False),
+    ("tied_embeddings", None, "tie_word_embeddings", ABSENT),
+    ("sliding_window", None, "sliding_window", None),
+    ("sliding_window", ABSENT, "sliding_window", None),
+    ("rope_theta", None, "rope_theta", 10000.0),
+    ("rope_theta", ABSENT, "rope_theta", 10000.0),
+    ("n_kv_heads", ABSENT, "num_key_value_heads", ABSENT),
+    ("head_dim", ABSENT, "head_dim", ABSENT),
+    *[(name, ABSENT, "", f"has no {name}") for name in (
+        "dim", "n_layers", "n_heads", "hidden_dim", "norm_eps", "vocab_size",
+    )],
+    ("dim", 16, "hidden_act", "silu"),
+    ("dim", 16, "architectures", ["MistralForCausalLM"]),
+    ("moe", None, "architectures", ["MistralForCausalLM"]),
+    ("moe", {"num_experts": 4, "num_experts_per_tok": 3}, "num_local_experts", 4),
+    ("moe", {"num_experts": 4, "num_experts_per_tok": 3}, "num_experts_per_tok", 3),
+    ("moe", {"num_experts": 4, "num_experts_per_tok": 3}, "architectures", ["MixtralForCausalLM"]),
+    ("moe", {"num_experts": 4, "num_experts_per_tok": 3}, "model_type", "mixtral"),
+    # What a trainer wrote, and entries that are switched off, change nothing.
+    *[(name, value, "model_type", "mistral") for name, value in (
+        ("model_type", "transformer"), ("use_biases", False), ("causal", True), ("causal", False),
+        ("max_batch_size", 3), ("dtype", "bfloat16"), ("lora", None), ("x", False), ("x", {}),
+        ("x", []), ("quantization", None), ("quantization", {}),
+    )],
+    *[("x", value, "", "'x' is") for value in (1, "", True, {"a": 1}, [0])],
+    ("use_biases", True, "", "use_biases is set"),
+    ("quantization", {"qformat_weight": "fp8_e4m3"}, "quantization_config",
+     {"quant_method": "fp8", "activation_scheme": "static"}),
+    ("quantization", {"qscheme_act": "TENSOR"}, "", "quantization should have qformat_weight"),
+    ("quantization", "fp8", "", "quantization should have qformat_weight"),
+    ("quantization", {"quant_method": "Compressed_Tensors", "x": 1}, "quantization_config",
+     {"quant_method": "compressed-tensors", "x": 1}),
+    ("quantization", {"quant_method": "awq"}, "", "got {'quant_method': 'awq'}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "new", "expected"), ENTRIES)
+def test_every_entry_of_params_is_the_one_of_config(
+    tmp_path: Path, name: str, value: Any, new: str, expected: Any
+) -> None:
+    """Entries are written out; the rows of queries and keys are known to be in another order."""
+    given = {key: each for key, each in {**PARAMS, name: value}.items() if each is not ABSENT}
+    (tmp_path / "params.json").write_text(json.dumps(given))
+    if not new:
+        with pytest.raises((CheckpointFormatError, UnsupportedModelError)) as error:
+            mistral_small_files(LocalFiles(tmp_path))
+        assert expected in str(error.value)
+        return
+    made = json.loads(mistral_small_files(LocalFiles(tmp_path))["config.json"])
+    assert made.get(new, ABSENT) == expected
+    assert made["stored_rotary_pairs"] is True
+
+
+def test_files_beside_the_weights_are_taken(tmp_path: Path) -> None:
+    """config.json goes before params.json; each file of a tokenizer is handed on as it is."""
+    (tmp_path / "params.json").write_text("damaged")
+    (tmp_path / "config.json").write_text('{"hidden_size": 7}')
+    names = [
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "chat_template.jinja", "generation_config.json",
+    ]  # fmt: skip
+    for name in names:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "notes.txt").touch()
+    files = mistral_small_files(LocalFiles(tmp_path))
+    assert json.loads(files.pop("config.json")) == {"hidden_size": 7, "stored_rotary_pairs": True}
+    assert files == {name: name.encode() for name in names}
 
 
 @pytest.mark.parametrize(

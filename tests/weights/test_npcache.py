@@ -19,6 +19,7 @@ from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import npcache, open_checkpoint
 from vllm_module.weights.file_bytes import FileBytes
+from vllm_module.weights.npy_file import NpyFile, has_type, write_npy
 
 BIN, NAMES = "pytorch_model.bin", "weight_names.json"
 TENSORS = {
@@ -382,3 +383,38 @@ def test_a_damaged_folder_is_refused(
     with pytest.raises(CheckpointFormatError, match=message):
         open_checkpoint(inner, "npcache")
     assert not list(inner.glob(".np-*"))
+
+
+CODES = ("f8", "f4", "f2", "c8", "?", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1")
+NUMPYS = [np.dtype(code) for code in CODES]
+
+
+@pytest.mark.parametrize("dtype", NUMPYS, ids=str)
+def test_arrays_of_every_type_and_order_are_numpys(tmp_path: Path, dtype: np.dtype[Any]) -> None:
+    """What numpy writes by rows or by columns is read as it is, and numpy reads what is written."""
+    rng = np.random.default_rng(0)
+    for shape in ((), (1,), (5,), (2, 3), (3, 1, 2), (0,), (2, 0, 3), (2, 3, 4, 5)):
+        values = rng.integers(0, 2, shape).astype(dtype)
+        for order in ("C", "F"):
+            path = tmp_path / "w"
+            with open(path, "wb") as written:
+                np.save(written, np.asarray(values, order=order))
+            file = NpyFile(path, tmp_path)
+            read = file["w"].read()
+            assert read.shape == shape
+            assert np.array_equal(read.numpy(), values)
+            assert read.numpy().dtype == dtype
+            for dim, size in enumerate(shape):
+                for start in range(size):
+                    part = file["w"].narrow(dim, start, size - start).read().numpy()
+                    assert np.array_equal(part, np.take(values, range(start, size), axis=dim))
+            file.close()
+        assert has_type(read.dtype)
+        with open(path, "wb") as written:
+            write_npy(written, read)
+        again = np.load(path)
+        assert np.array_equal(again, values)
+        assert again.dtype == dtype
+        assert path.read_bytes().index(b"\n") % 64 == 63  # numpy aligns the first element
+    for missing in (torch.bfloat16, torch.float8_e4m3fn, torch.complex128):
+        assert not has_type(missing)

@@ -100,6 +100,34 @@ ACCEPTED: dict[str, Any] = {
 }
 
 
+STORAGES = {  # with the sizes of their elements in bytes
+    torch.DoubleStorage: 8, torch.FloatStorage: 4, torch.HalfStorage: 2, torch.BFloat16Storage: 2,
+    torch.LongStorage: 8, torch.IntStorage: 4, torch.ShortStorage: 2, torch.CharStorage: 1,
+    torch.ByteStorage: 1, torch.BoolStorage: 1, torch.ComplexFloatStorage: 8,
+}  # fmt: skip
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
+ACCEPTED |= {
+    f"a storage of {kind.__name__}": {"a": tensor(1, (2, 2), (3, 2), count=96 // size, kind=kind)}
+    for kind, size in STORAGES.items()
+}
+ACCEPTED |= {f"a dtype of {dtype}": {"a": typed(dtype)} for dtype in DTYPES if dtype.itemsize < 8}
+# The first bytes are 0, which a bool may be.
+ACCEPTED["a storage of BoolStorage"] = {
+    "a": tensor(0, (4,), (1,), count=96, kind=torch.BoolStorage)
+}
+ACCEPTED |= {
+    f"{name} with the last element": {"a": tensor(*where)}
+    for name, where in {
+        "rows": (0, (4, 6), (6, 1)), "an offset": (23, (1,), (1,)), "strides": (2, (2, 2), (14, 7)),
+    }.items()
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_what_is_accepted_is_what_torch_reads(case: str, tmp_path: Path) -> None:
     """Names, dtypes, shapes and bits are those of torch.load."""
@@ -147,6 +175,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too many elements": ({"a": tensor(shape=(1 << 40, 1 << 40))}, "has too many elements"),
     "the same with none": ({"a": tensor(shape=(0, 1 << 40, 1 << 40), strides=(1, 1, 1))}, "elemen"),
     "many dimensions": ({"a": tensor(shape=(1,) * 65, strides=(1,) * 65)}, "no shape and strides"),
+    "an element too many": ({"a": tensor(24, (1,), (1,))}, "have 100 bytes, and its member"),
+    "a stride too long": ({"a": tensor(3, (2, 2), (14, 7))}, "have 100 bytes, and its member"),
+    "rows that meet": ({"a": tensor(0, (2, 3), (2, 1))}, "share memory"),
+    "a stride of none": ({"a": tensor(0, (2, 3), (0, 1))}, "share memory"),
     "a row too many": ({"a": tensor(shape=(5, 6))}, "have 120 bytes, and its member .* has 96"),
     "elements that share memory": ({"a": tensor(shape=(4, 6), strides=(1, 1))}, "share memory"),
     "gradients of integers": ({"a": tensor(grad=True, kind=torch.IntStorage)}, "has properties"),

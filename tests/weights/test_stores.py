@@ -43,7 +43,7 @@ from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import open_checkpoint, source
 from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.source import Folder, find_source
-from vllm_module.weights.stores import http_client, spans, store, stored_bytes
+from vllm_module.weights.stores import http_client, http_connection, spans, store, stored_bytes
 from vllm_module.weights.stores import source as stores_source
 from vllm_module.weights.stores.client import BusyError
 from vllm_module.weights.stores.place import parse
@@ -470,7 +470,7 @@ def test_a_request_ends_however_slowly_its_answer_comes(
 ) -> None:
     """What comes piece by piece, without an end, is not waited for longer than one request may."""
     monkeypatch.setattr(store, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(http_client, "_REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr(http_connection, "_REQUEST_SECONDS", 0.05)
     pause = threading.Event()
 
     def drip(handler: Any) -> None:
@@ -489,7 +489,7 @@ def test_a_file_that_is_cut_off_by_the_deadline_is_not_whole(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file whose length is not told ends with its connection, but not with its deadline."""
-    monkeypatch.setattr(http_client, "_REQUEST_SECONDS", 0.05)
+    monkeypatch.setattr(http_connection, "_REQUEST_SECONDS", 0.05)
     done = threading.Event()
 
     def fault(handler: Any) -> bool:

@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from vllm_module.weights.stores import http_client
+from vllm_module.weights.stores import http_client, http_connection
 from vllm_module.weights.stores.client import BusyError, RefusedError
 from vllm_module.weights.stores.place import parse
 
@@ -116,7 +116,7 @@ def test_a_handshake_that_comes_byte_by_byte_is_ended(
 ) -> None:
     """It does not take longer than a request may, and ends when its store is closed."""
     if by == "the deadline":
-        monkeypatch.setattr(http_client, "_REQUEST_SECONDS", 0.05)
+        monkeypatch.setattr(http_connection, "_REQUEST_SECONDS", 0.05)
     begun = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as executor:
         executor.submit(dripping, listener, begun)

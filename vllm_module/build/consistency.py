@@ -5,44 +5,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.tree import locations
-from vllm_module.distributed import ProcessGroup, together
 from vllm_module.errors import RankError
 from vllm_module.hf_config import HFConfig
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import Rules
 from vllm_module.weights.pairs import OpenWeights
-
-T = TypeVar("T")
-
-
-def in_step(
-    work: Callable[[], T],
-    describe: Callable[[T], Mapping[str, str]],
-    timeout: float,
-    group: ProcessGroup | None,
-    compare: Callable[[Sequence[Mapping[str, str]]], None],
-) -> T:
-    """Return the result of ``work``; with a ``group``, run it on every rank of the group.
-
-    ``compare`` gets each rank's description of its result. If any rank fails, every rank raises.
-    """
-    if group is None:
-        return work()
-    results = []
-
-    def work_and_describe() -> Mapping[str, str]:
-        results.append(work())
-        return describe(results[0])
-
-    compare(together(work_and_describe, timeout=timeout, group=group.group))
-    return results[0]
 
 
 def demand_same_tensors(digests: Sequence[Mapping[str, str]]) -> None:

@@ -1,9 +1,8 @@
 """Loading from an opened source: a checkpoint by its names, a sharded state by the tree's paths.
 
 A sharded state is loaded like a state dict: each tensor is one rank's parameter or buffer, whole.
-All
-steps of a load but routing are done: tensors are accounted for, materialized, read in threads and
-processed. No ``load_weights`` is called, because the names are not a checkpoint's.
+All steps of a load but routing are done: tensors are accounted for, materialized, read in threads
+and processed. No ``load_weights`` is called, because the names are not a checkpoint's.
 """
 
 from __future__ import annotations

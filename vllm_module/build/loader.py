@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from vllm_module.base.messages import printable_name
 from vllm_module.build.consistency import (
@@ -15,7 +15,6 @@ from vllm_module.build.consistency import (
     demand_same_tensors,
     describe,
     digests,
-    in_step,
 )
 from vllm_module.build.held import load_from, number_of_tensors
 from vllm_module.build.model_source import ModelSource
@@ -24,7 +23,7 @@ from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.cooperative import Cooperation, chosen
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
-from vllm_module.distributed import message_group, together
+from vllm_module.distributed import ProcessGroup, message_group, together
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.sharded_state import ShardedState
 
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
@@ -110,10 +111,10 @@ def find_and_load(
         return model
 
     with ExitStack() as opened, message_group(timeout) as group:
-        source, checkpoint = in_step(find, describe_found, timeout, group, demand_alike)
+        source, checkpoint = _in_step(find, describe_found, timeout, group, demand_alike)
         taken = checkpoint.load_format or "a registered source"
         _log.info("weights in %s: %s", source.name, taken)
-        model = in_step(build, lambda _: {}, timeout, group, demand_alike)
+        model = _in_step(build, lambda _: {}, timeout, group, demand_alike)
         impl, architecture = implementation(type(model)), source.config.architectures[0]
         _log.info("model_impl of %s: %s", printable_name(architecture), impl)
         cooperation = None
@@ -125,8 +126,31 @@ def find_and_load(
                 place = group.rank, group.size, timeout, group.group
                 cooperation = Cooperation(checkpoint, gather, *place)
         fingerprint = checkpoint.fingerprint  # before it can change
-        model = in_step(load, digests, timeout, group, demand_same_tensors)
+        model = _in_step(load, digests, timeout, group, demand_same_tensors)
         return Loaded(source, model, fingerprint)
+
+
+def _in_step(
+    work: Callable[[], T],
+    describe: Callable[[T], Mapping[str, str]],
+    timeout: float,
+    group: ProcessGroup | None,
+    compare: Callable[[Sequence[Mapping[str, str]]], None],
+) -> T:
+    """Return the result of ``work``; with a ``group``, run it on every rank of the group.
+
+    ``compare`` gets each rank's description of its result. If any rank fails, every rank raises.
+    """
+    if group is None:
+        return work()
+    results = []
+
+    def work_and_describe() -> Mapping[str, str]:
+        results.append(work())
+        return describe(results[0])
+
+    compare(together(work_and_describe, timeout=timeout, group=group.group))
+    return results[0]
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read
 from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
 from vllm_module.weights.dummy import DummyWeights
 from vllm_module.weights.joined import JoinedWeights
-from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint, open_weights
-from vllm_module.weights.sharded_state import find_manifest
-from vllm_module.weights.source import Remote, Source, find_source
+from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint
+from vllm_module.weights.sharded_state import read_manifest
+from vllm_module.weights.source import Source, find_source, open_weights
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that a model runs in
 # The default dtype is global to the process, and simulated ranks build in threads.
@@ -84,8 +84,8 @@ class ModelSource:
             code=model.trust_remote_code,
         )
         config = read_config(source.folder, model)
-        is_own = isinstance(source, Remote)  # its opener knows its format
-        manifest = None if is_own else find_manifest(source.folder, load_format)
+        is_sharded = getattr(source, "load_format", None) == "sharded_state"
+        manifest = read_manifest(source.folder) if is_sharded else None
         model = model if manifest is None else manifest.settle(model, config)
         stored = getattr(config, "quantization_config", None)
         rules = rules_for(model.quantization, stored)
@@ -109,7 +109,7 @@ class ModelSource:
     @property
     def name(self) -> str:
         """The model's name in messages: its URL, its one file, or its folder."""
-        return printable(getattr(self.source, "path", self.folder))
+        return printable(getattr(self.source, "path", self.source.folder))
 
     @property
     def revision(self) -> str | None:
@@ -126,9 +126,11 @@ class ModelSource:
             with tensor_parallel(rank=0, size=1):
                 model = build_model(self.config, self.dtype, torch.device("cpu"), self.rules)
             expected = model.expected_weights() | valid_weights(model)
-            return PairsCheckpoint(self.source, DummyWeights(expected))
+            return PairsCheckpoint(self.source.folder, DummyWeights(expected))
         if self.secondary:
-            return PairsCheckpoint(self.source, JoinedWeights([("", self.source), *self.secondary]))
+            return PairsCheckpoint(
+                self.source.folder, JoinedWeights([("", self.source), *self.secondary])
+            )
         return open_weights(self.source)
 
     def build(self, device: torch.device, tensors: int | None = None) -> vLLMModule:
@@ -215,31 +217,22 @@ def build_model(
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with (
-                device,
-                _fewer_parameters(config, tensors),
-                registry.blamed_on(build),
-                _no_missing_entry(config),
-            ):
-                model: vLLMModule = build(config)
-                list(model.modules())  # fails if a module has not called nn.Module's constructor
+            with device, _fewer_parameters(config, tensors), registry.blamed_on(build):
+                try:
+                    model: vLLMModule = build(config)
+                    list(model.modules())  # fails if one has not called nn.Module's constructor
+                except AttributeError as error:
+                    if "config.json" not in str(error):  # the message of HFConfig
+                        raise
+                    raise CheckpointFormatError(
+                        f"{config.architectures[0]} cannot be built: {error}"
+                    ) from None
             if rules is not None:
                 quantize(model, rules)
             fuse(model)
             return model
         finally:
             torch.set_default_dtype(default)
-
-
-@contextmanager
-def _no_missing_entry(config: HFConfig) -> Iterator[None]:
-    """Raise for a configuration that lacks an entry which the model reads."""
-    try:
-        yield
-    except AttributeError as error:
-        if "config.json" not in str(error):
-            raise
-        raise CheckpointFormatError(f"{config.architectures[0]} cannot be built: {error}") from None
 
 
 @contextmanager

@@ -93,10 +93,10 @@ def _there(source: str) -> str:
 
     Raises ``CheckpointFormatError`` for a path without a file or folder.
     """
-    from vllm_module.weights.hub import demand_path
+    from vllm_module.weights.source import local_path
 
     if "://" not in source:
-        demand_path(source)
+        local_path(source)
     return source
 
 

@@ -28,11 +28,9 @@ from vllm_module.weights.sharded_state import (
     Manifest,
     ShardFile,
     cutting_entries,
-    find_manifest,
     quantization_settings,
     shard_name,
 )
-from vllm_module.weights.source import Remote
 
 PART_BYTES = 4 << 30  # bytes of a file, at most, unless one tensor is larger
 _CPU = torch.device("cpu")
@@ -63,8 +61,7 @@ def shard(
 
     """
     source = ModelSource.find(config, load_format)
-    is_own = isinstance(source.source, Remote)  # its opener knows its format
-    if not is_own and find_manifest(source.folder, load_format) is not None:
+    if getattr(source.source, "load_format", None) == "sharded_state":
         raise UnsupportedModelError(
             f"{printable(source.folder)} is a sharded state already: shard the original checkpoint"
         )

@@ -70,7 +70,7 @@ class RotaryEmbedding(vLLMModule):
         max_position: ``max_position_embeddings`` of the configuration; ``None`` if it has none.
         base: ``rope_theta``.
         scaling: ``rope_type`` (default, dynamic, linear, llama3, longrope, proportional or yarn)
-            and its settings, by Hugging Face's names.
+            and its settings, by Hugging Face's names; or these settings, checked already.
         rotary_dim: the first features of a head that are rotated; unless given, the scaling's
             ``partial_rotary_factor`` of them.
         is_neox_style: feature ``i`` is rotated with ``i + rotary_dim / 2`` (GPT-NeoX, Llama); else
@@ -99,7 +99,7 @@ class RotaryEmbedding(vLLMModule):
         head_size: int,
         max_position: int | None,
         base: float = 10000.0,
-        scaling: Mapping[str, Any] | None = None,
+        scaling: Mapping[str, Any] | RopeParameters | None = None,
         rotary_dim: int | None = None,
         is_neox_style: bool = True,
         max_model_len: int | None = None,
@@ -109,11 +109,10 @@ class RotaryEmbedding(vLLMModule):
         self.max_position = max_position
         self.max_model_len = max_model_len or max_position
         self.is_neox_style = is_neox_style
-        self.rope = _checked(
-            SimpleNamespace(
-                rope_theta=base, rope_parameters=scaling, max_position_embeddings=max_position
-            )
-        )
+        if not isinstance(scaling, RopeParameters):
+            given = {"rope_theta": base, "max_position_embeddings": max_position}
+            scaling = _checked(SimpleNamespace(rope_parameters=scaling, **given))
+        self.rope = scaling
         if rotary_dim is None:
             rotary_dim = self.rope.rotary_dim
         if rotary_dim is None:
@@ -161,7 +160,7 @@ class RotaryEmbedding(vLLMModule):
             head_size,
             rope.max_position_embeddings,
             rope.rope_theta,
-            rope.model_dump(),
+            rope,
             is_neox_style=is_neox_style,
             max_model_len=getattr(config, "max_model_len", None),
         )
@@ -174,12 +173,16 @@ class RotaryEmbedding(vLLMModule):
         ``is_neox_style`` is as in the constructor.
         """
         by_type: dict[str, RotaryEmbedding] = {}
+        types = getattr(config, "layer_types", None) or ()
+        pattern = getattr(config, "sliding_window_pattern", None)
         for layer in range(config.num_hidden_layers):
-            kind = _layer_type(config, layer)
+            slides = pattern and (layer + 1) % pattern
+            kind = "sliding_attention" if slides else "full_attention"
+            kind = str(types[layer]) if layer < len(types) else kind
             if kind not in by_type:
-                rope = _checked(config, kind)
-                shared = (each for each in by_type.values() if each.rope == rope)
-                by_type[kind] = next(shared, None) or cls.from_config(config, kind, is_neox_style)
+                rotary_emb = cls.from_config(config, kind, is_neox_style)
+                shared = (each for each in by_type.values() if each.rope == rotary_emb.rope)
+                by_type[kind] = next(shared, rotary_emb)
             yield by_type[kind]
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
@@ -189,11 +192,11 @@ class RotaryEmbedding(vLLMModule):
         ``max_position`` and ``max_model_len`` are set. The formulas are those of transformers'
         ``modeling_rope_utils.py``.
         """
-        rope = self.rope
+        rope, base = self.rope, self.rope.rope_theta
         if isinstance(rope, DynamicRope):
             base = _dynamic_base(rope, self.rotary_dim, self.max_model_len)
-            return self._inv_freq(base), 1.0
-        inv_freq = self._inv_freq(rope.rope_theta)
+        pairs = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32)
+        inv_freq = 1.0 / base ** (pairs / self.rotary_dim)
         if isinstance(rope, LongRope):
             return _longrope(inv_freq, rope, self.max_model_len)
         if isinstance(rope, YarnRope):
@@ -202,7 +205,7 @@ class RotaryEmbedding(vLLMModule):
             return _llama3(inv_freq, rope), 1.0
         if isinstance(rope, ProportionalRope):
             inv_freq[int(rope.partial_rotary_factor * self.rotary_dim // 2) :] = 0
-        if isinstance(rope, LinearRope):
+        if isinstance(rope, LinearRope) and not isinstance(rope, DynamicRope):
             inv_freq /= rope.factor
         return inv_freq, 1.0
 
@@ -213,11 +216,6 @@ class RotaryEmbedding(vLLMModule):
         if isinstance(rope, YarnRope) and rope.mscale_all_dim:
             return _mscale(rope, rope.mscale_all_dim) ** 2
         return 1.0
-
-    def _inv_freq(self, base: float) -> torch.Tensor:
-        return 1.0 / base ** (
-            torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
-        )
 
     def cos_sin(self, positions: torch.Tensor) -> CosSin:
         """Return cosines and sines, float32 ``[tokens, 1, rotary_dim / 2]``.
@@ -253,14 +251,6 @@ class RotaryEmbedding(vLLMModule):
             query, key = (x.clone(memory_format=torch.contiguous_format) for x in (query, key))
         rotary_embedding(query, key, *cos_sin, self.is_neox_style)
         return query, key
-
-
-def _layer_type(config: Any, layer: int) -> str:
-    types = getattr(config, "layer_types", None)
-    if types is not None and layer < len(types):
-        return str(types[layer])
-    pattern = getattr(config, "sliding_window_pattern", None)
-    return "sliding_attention" if pattern and (layer + 1) % pattern else "full_attention"
 
 
 def _checked(config: Any, layer_type: str | None = None) -> RopeParameters:

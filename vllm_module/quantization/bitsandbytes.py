@@ -8,7 +8,7 @@ the quantized scales have blocks, scales and values of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,22 +16,20 @@ import torch
 from vllm_module.errors import UnsupportedModelError, WeightReadError
 from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
-from vllm_module.kernels.rows.quantize_nf4 import NF4, PACKING
+from vllm_module.kernels.rows.quantize_nf4 import NF4
 from vllm_module.parameters import (
     BasevLLMParameter,
     ColumnvLLMParameter,
     Dim,
     FlattenedParameter,
     ModelWeightParameter,
-    PackedModelWeightParameter,
     PerTensorScaleParameter,
     PerTensorTableParameter,
     Slot,
 )
-from vllm_module.quantization.codebook import CodebookMethod
+from vllm_module.quantization.codebook import AbsmaxMethod
 from vllm_module.quantization.demand import demand, with_slot
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod, StoredTensor
-from vllm_module.quantization.online_nf4 import QuantizeNF4
 from vllm_module.quantization.quant_state import LONGEST, NESTED_BLOCKSIZE, QuantState
 from vllm_module.quantization.rows import ExpertRows
 from vllm_module.weights import read_into
@@ -39,22 +37,9 @@ from vllm_module.weights import read_into
 _STATE = "weight.quant_state.bitsandbytes__"
 _ADVICE = "quantize the checkpoint again"
 _CODES = 16
-_online = lru_cache(maxsize=64)(QuantizeNF4)  # layers alike share it
 
 
-class _FourBitMethod(CodebookMethod):
-    """A codebook's codes with the scales ``absmax``, in blocks that divide each rank's rows."""
-
-    packing = PACKING
-
-    def __init__(self, blocksize: int = 64) -> None:
-        self.blocksize = blocksize
-
-    def scales(self, layer: QuantizableLayer) -> torch.Tensor:
-        return layer.get_parameter("absmax")
-
-
-class BitsAndBytes4BitMethod(_FourBitMethod):
+class BitsAndBytes4BitMethod(AbsmaxMethod):
     """A weight that is stored in NF4 or FP4.
 
     A checkpoint stores ``[output, input]``, even if it stores another order in full precision.
@@ -228,41 +213,6 @@ def _fill(parameter: BasevLLMParameter, slot: str, weight: torch.Tensor) -> None
     """Fill a slot with what this rank keeps of ``weight``, which is the checkpoint's."""
     for source, target in parameter.cut(weight, slot):
         read_into(source, target)
-
-
-class OnlineNF4Method(_FourBitMethod):
-    """A full-precision weight that is quantized to NF4 while it is loaded."""
-
-    def __str__(self) -> str:
-        return f"NF4 in blocks of {self.blocksize}, quantized while loading"
-
-    def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
-        """Return ``weight`` and ``absmax``.
-
-        Raises ``ShardingError`` where a row or a shard of the input ends inside a block.
-        """
-        blocks = layer.input.in_units(self.blocksize, "scale block")
-        weight = PackedModelWeightParameter(
-            layer.output,
-            layer.input,
-            packed_factor=2,
-            transposed=layer.transposed,
-            **layer.common(torch.uint8),
-        )
-        absmax = BasevLLMParameter(layer.output, blocks, **layer.common(torch.float32))
-        return {"weight": weight, "absmax": absmax}
-
-    def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
-        convert = _online(self.blocksize, layer.params_dtype, layer.transposed)
-        return {"weight": StoredTensor(conversion=convert)}
-
-    def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        """Raise ``WeightReadError`` for a weight that is not finite, which its scales show."""
-        rule = "must be finite to be quantized: train or convert it again"
-        demand(layer.get_parameter("absmax"), torch.isfinite, "weight", rule)
-
-    def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
-        return {"codebook": torch.tensor(NF4, dtype=torch.float32, device=layer.weight.device)}
 
 
 class BitsAndBytes8BitMethod(QuantizeMethod):

@@ -6,6 +6,7 @@ import torch
 
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul
 from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed
+from vllm_module.kernels.rows.quantize_nf4 import PACKING
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 
 
@@ -53,3 +54,15 @@ class CodebookMethod(QuantizeMethod):
         return packed_matmul(
             x, words, scales, self.packing, self.blocksize, codebook=codebook, bias=bias
         )
+
+
+class AbsmaxMethod(CodebookMethod):
+    """A codebook's codes with the scales ``absmax``, in blocks that divide each rank's rows."""
+
+    packing = PACKING
+
+    def __init__(self, blocksize: int = 64) -> None:
+        self.blocksize = blocksize
+
+    def scales(self, layer: QuantizableLayer) -> torch.Tensor:
+        return layer.get_parameter("absmax")

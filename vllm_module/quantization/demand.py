@@ -31,9 +31,8 @@ def demand(
     if they are not the numbers that are checked.
     """
     assert isinstance(parameter, BasevLLMParameter)
-    if (
-        _first_invalid(parameter.data, valid, numbers) is None
-    ):  # one look at all slots, of which are many
+    # All slots at once, of which there may be many.
+    if _first_invalid(parameter.data, valid, numbers) is None:
         return
     for slot in parameter.slots:
         number = _first_invalid(parameter.region(slot), valid, numbers)
@@ -54,3 +53,12 @@ def _first_invalid(
         if not bool((mask := valid(found)).all()):
             return found[~mask][0].item()
     return None
+
+
+def demand_finite_weight(scales: nn.Parameter) -> None:
+    """Raise ``WeightReadError`` if a weight that was quantized while it was read was not finite.
+
+    Its scales are not finite then.
+    """
+    rule = "must be finite to be quantized: train or convert it again"
+    demand(scales, torch.isfinite, "weight", rule)

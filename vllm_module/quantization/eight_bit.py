@@ -16,7 +16,7 @@ from vllm_module.parameters import (
     ChannelQuantScaleParameter,
     PerTensorScaleParameter,
 )
-from vllm_module.quantization.demand import demand
+from vllm_module.quantization.demand import demand, demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod, StoredTensor
 from vllm_module.quantization.online import QuantizeOnline
 from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
@@ -76,9 +76,8 @@ class EightBitMethod(QuantizeMethod):
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         """Raise ``WeightReadError`` for scales and weights that nothing can be multiplied by."""
         scale = getattr(layer, self.scheme.scale_name)
-        if self.scheme.online:  # a weight that is not finite makes its scale not finite
-            rule = "must be finite to be quantized: train or convert it again"
-            demand(scale, torch.isfinite, "weight", rule)
+        if self.scheme.online:
+            demand_finite_weight(scale)
             return
         advice = "quantize the checkpoint again"
         rule = f"must be finite and not negative: {advice}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,31 +22,22 @@ class QuantizedRegion(NamedTuple):
     """The destination of some rows of a full-precision weight: it quantizes what it receives.
 
     Attributes:
-        quantized: the rows in eight bits, ``[rows, columns]``.
-        scales: for some of the rows in turn their number and their scales, ``[row blocks, column
-            blocks]``.
-        block: the rows and columns that share a scale, at most.
-        order: how the weight is stored, if not as ``quantized``.
+        values: the quantized rows, ``[rows, ...]``.
+        order: how the weight is stored, if not as ``values``.
+        quantize: a function of the rows in full precision that writes ``values`` and scales.
 
     """
 
-    quantized: torch.Tensor
-    scales: Sequence[tuple[int, torch.Tensor]]
-    block: tuple[int, int]
+    values: torch.Tensor
     order: StoredOrder | None
+    quantize: Callable[[torch.Tensor], None]
 
     @property
     def device(self) -> torch.device:
-        return self.quantized.device
+        return self.values.device
 
     def receive(self, weight: Weight) -> None:
-        weight = in_full_precision(weight, self.device, self.order).reshape(self.quantized.shape)
-        first = 0
-        for rows, scale in self.scales:
-            block = min(rows, self.block[0]), self.block[1]
-            part = weight.narrow(0, first, rows)
-            quantize(part, self.quantized.narrow(0, first, rows), scale, block)
-            first += rows
+        self.quantize(in_full_precision(weight, self.device, self.order))
 
 
 def in_full_precision(
@@ -69,6 +62,66 @@ def in_parts(source: Weight, block: int = 1) -> Iterator[tuple[int, Weight]]:
     for first in range(0, rows, step):
         count = min(step, rows - first)
         yield first, source.narrow(len(source.shape) - 2, first, count)
+
+
+class QuantizeGroups(ABC):
+    """The conversion of a full-precision ``weight`` into codes and a scale for each group.
+
+    A group has inputs of one rank only, so the bits do not depend on the cut.
+
+    Args:
+        group_size: inputs that share a scale.
+        dtype: of the checkpoint's weight.
+        transposed: whether it is stored as ``[input, output]``.
+
+    """
+
+    makes: Sequence[str]  # the name of the scales
+
+    def __init__(self, group_size: int, dtype: torch.dtype, transposed: bool) -> None:
+        self.group_size, self.dtype, self._transposed = group_size, dtype, transposed
+
+    @abstractmethod
+    def quantize(self, wide: torch.Tensor, words: torch.Tensor, scales: torch.Tensor) -> None:
+        """Quantize ``wide [rows, columns]``; write ``words`` and ``scales [rows, groups]``."""
+
+    @abstractmethod
+    def bound(self, groups: torch.Tensor) -> torch.Tensor:
+        """Return the largest error of each number of ``groups``, float32 ``[..., group_size]``."""
+
+    def jobs(
+        self, module: QuantizableLayer, weight: Weight, slot: str | None
+    ) -> Iterator[tuple[Weight, Destination]]:
+        scale = module.typed_parameter(self.makes[0], BasevLLMParameter)
+        for source, target, at, order in module.weight.pieces(weight, slot):
+            words = target.view(-1, target.shape[-1])  # of one expert, if it has that dimension
+            scales = scale.region(at)
+            scales = scales.view(len(words), scales.shape[-1])
+            if order is not None:
+                yield source, self._region(words, scales, order)
+                continue
+            for first, part in in_parts(source):
+                rows = first, part.shape[-2]
+                yield part, self._region(words.narrow(0, *rows), scales.narrow(0, *rows), None)
+
+    def _region(
+        self, words: torch.Tensor, scales: torch.Tensor, order: StoredOrder | None
+    ) -> QuantizedRegion:
+        def quantize(wide: torch.Tensor) -> None:
+            self.quantize(wide.reshape(len(words), -1), words, scales)
+
+        return QuantizedRegion(words, order, quantize)
+
+    def restored(self, module: QuantizableLayer) -> torch.Tensor:
+        """Return the weight that codes and scales stand for, in float32."""
+        return module.quant_method.full_precision(module, torch.float32)
+
+    def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the largest error of each number of ``stored``, a whole tensor."""
+        held = stored.transpose(-2, -1) if self._transposed else stored
+        groups = held.float().reshape(*held.shape[:-1], -1, self.group_size)
+        bound = self.bound(groups).flatten(-2)
+        return bound.transpose(-2, -1) if self._transposed else bound
 
 
 class QuantizeOnline:
@@ -140,10 +193,30 @@ class QuantizeOnline:
                 *others, end = parameter.shards[-2]
                 counts = (*(shard.padded for shard in others), end.length)
                 parts = [(count, scales[i : i + 1]) for i, count in enumerate(counts)]
-            yield piece.source, QuantizedRegion(target, parts, block, piece.order)
+            quantized = partial(_quantize, target, parts, block)
+            yield piece.source, QuantizedRegion(target, piece.order, quantized)
             return
         for first, source in in_parts(piece.source, block_rows):
             count = source.shape[-2]
             part = scales.narrow(0, first // block_rows, -(-count // block_rows))
-            region = QuantizedRegion(target.narrow(0, first, count), [(count, part)], block, None)
-            yield source, region
+            held = target.narrow(0, first, count)
+            quantized = partial(_quantize, held, [(count, part)], block)
+            yield source, QuantizedRegion(held, None, quantized)
+
+
+def _quantize(
+    quantized: torch.Tensor,
+    scales: Sequence[tuple[int, torch.Tensor]],
+    block: tuple[int, int],
+    wide: torch.Tensor,
+) -> None:
+    """Quantize rows to eight bits.
+
+    ``scales`` has, for some of the rows in turn, their number and their scales ``[row blocks,
+    column blocks]``. ``block`` is the rows and columns that share a scale, at most.
+    """
+    wide, first = wide.reshape(quantized.shape), 0
+    for rows, scale in scales:
+        size = min(rows, block[0]), block[1]
+        quantize(wide.narrow(0, first, rows), quantized.narrow(0, first, rows), scale, size)
+        first += rows

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
@@ -14,13 +13,11 @@ from vllm_module.parameters import (
     BasevLLMParameter,
     GroupQuantScaleParameter,
     PackedModelWeightParameter,
-    StoredOrder,
 )
-from vllm_module.quantization.demand import demand
+from vllm_module.quantization.demand import demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, StoredTensor
-from vllm_module.quantization.online import in_full_precision, in_parts
+from vllm_module.quantization.online import QuantizeGroups
 from vllm_module.quantization.packed import PackedFormat, PackedMethod
-from vllm_module.weights import Destination, Weight
 
 _BITS = 4
 _FORMAT = PackedFormat("int4", "weight", "weight_scale", "", "")
@@ -66,45 +63,11 @@ class OnlinePackedMethod(PackedMethod):
         return {"weight": weight, "weight_scale": scale}
 
     def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
-        convert = _conversion(self, layer.params_dtype, layer.transposed)
+        convert = _conversion(self.group_size, layer.params_dtype, layer.transposed)
         return {"weight": StoredTensor(conversion=convert)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        """Raise ``WeightReadError`` for a weight that is not finite, as its scale is not then."""
-        rule = "must be finite to be quantized: train or convert it again"
-        demand(layer.get_parameter("weight_scale"), torch.isfinite, "weight", rule)
-
-
-class PackedRegion(NamedTuple):
-    """The destination of some rows of a full-precision weight: it quantizes and packs them.
-
-    Attributes:
-        words: of the rows, ``[rows, columns / 8]``.
-        scales: of the rows, ``[rows, groups]``.
-        dtype: that a scale has to be a number of.
-        order: how the weight is stored, if not as ``words``.
-
-    """
-
-    words: torch.Tensor
-    scales: torch.Tensor
-    dtype: torch.dtype
-    order: StoredOrder | None
-
-    @property
-    def device(self) -> torch.device:
-        return self.words.device
-
-    def receive(self, weight: Weight) -> None:
-        wide = in_full_precision(weight, self.device, self.order)
-        groups = wide.reshape(*self.scales.shape, -1)
-        scales = scales_of(groups.abs().amax(-1), self.dtype)
-        self.scales.copy_(scales)
-        # A number that is not finite gets any code: its scale is not finite either, and is refused.
-        quotients = (groups.float() / scales.unsqueeze(-1)).round_().clamp_(-8, 7)
-        codes = quotients.add_(8).to(torch.uint8).reshape(len(self.words), -1)
-        pairs = codes[:, 0::2] | codes[:, 1::2] << 4
-        self.words.copy_(pairs.contiguous().view(torch.int32))  # rows may be stored as columns
+        demand_finite_weight(layer.get_parameter("weight_scale"))
 
 
 def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,53 +81,28 @@ def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return scales.masked_fill(scales == 0, torch.finfo(dtype).eps).float()
 
 
-class PackOnline:
-    """The conversion of a full-precision ``weight`` into words and scales.
-
-    A group has inputs of one rank only, so the bits do not depend on the cut.
-    """
+class PackOnline(QuantizeGroups):
+    """The conversion of a full-precision ``weight`` into words of four-bit codes and scales."""
 
     makes: Sequence[str] = ("weight_scale",)
 
-    def __init__(self, method: OnlinePackedMethod, dtype: torch.dtype, transposed: bool) -> None:
-        self.method, self.dtype, self._transposed = method, dtype, transposed
+    def quantize(self, wide: torch.Tensor, words: torch.Tensor, scales: torch.Tensor) -> None:
+        groups = wide.reshape(*scales.shape, -1)
+        scales.copy_(scales_of(groups.abs().amax(-1), self.dtype))
+        # A number that is not finite gets any code: its scale is not finite either, and is refused.
+        quotients = (groups.float() / scales.unsqueeze(-1)).round_().clamp_(-8, 7)
+        codes = quotients.add_(8).to(torch.uint8).reshape(len(words), -1)
+        pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+        words.copy_(pairs.contiguous().view(torch.int32))  # rows may be stored as columns
 
-    def jobs(
-        self, module: QuantizableLayer, weight: Weight, slot: str | None
-    ) -> Iterator[tuple[Weight, Destination]]:
-        parameter: BasevLLMParameter = module.weight
-        scale = module.typed_parameter("weight_scale", GroupQuantScaleParameter)
-        for source, target, at, order in parameter.pieces(weight, slot):
-            words = target.view(-1, target.shape[-1])  # of one expert, if it has that dimension
-            scales = scale.region(at)
-            scales = scales.view(len(words), scales.shape[-1])
-            if order is not None:
-                yield source, PackedRegion(words, scales, self.dtype, order)
-                continue
-            for first, part in in_parts(source):
-                rows = first, part.shape[-2]
-                held = words.narrow(0, *rows), scales.narrow(0, *rows)
-                yield part, PackedRegion(*held, self.dtype, None)
+    def bound(self, groups: torch.Tensor) -> torch.Tensor:
+        """Return half of the group's scale, or what is beyond seven scales, the largest number.
 
-    def restored(self, module: QuantizableLayer) -> torch.Tensor:
-        """Return the weight multiplied by its scales, in float32."""
-        return self.method.full_precision(module, torch.float32)
-
-    def error_bound(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the largest error of each number of ``stored``, a whole tensor.
-
-        It is half of the group's scale, or what is beyond seven scales, the largest number above
-        zero. Both include the rounding of the float32 arithmetic.
+        Both include the rounding of the float32 arithmetic.
         """
-        if self._transposed:
-            stored = stored.transpose(-2, -1)
-        values = stored.float().abs()
-        groups = values.reshape(*values.shape[:-1], -1, self.method.group_size)
+        groups = groups.abs()
         scales = scales_of(groups.amax(-1), self.dtype).unsqueeze(-1)
-        rounding = 2.0**-20 * groups
-        bound = torch.maximum(scales / 2, groups - 7 * scales) + rounding
-        bound = bound.flatten(-2)
-        return bound.transpose(-2, -1) if self._transposed else bound
+        return torch.maximum(scales / 2, groups - 7 * scales) + 2.0**-20 * groups
 
 
 _conversion = lru_cache(maxsize=64)(PackOnline)  # layers alike share it

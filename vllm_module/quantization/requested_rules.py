@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from vllm_module.base.messages import shorten
 from vllm_module.config import QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.quantization.bitsandbytes import OnlineNF4Method
 from vllm_module.quantization.compressed_rules import compressed_tensors_rules
 from vllm_module.quantization.method import QuantizeMethod
+from vllm_module.quantization.online_nf4 import OnlineNF4Method
 from vllm_module.quantization.packed_online import OnlinePackedMethod
 from vllm_module.quantization.rules import Rule, Rules
 from vllm_module.quantization.scheme import EVERY_LAYER, ONLINE, Scheme

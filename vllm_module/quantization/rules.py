@@ -15,10 +15,10 @@ from torch import nn
 from vllm_module.base.messages import shorten
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, ShardingError, UnsupportedModelError
-from vllm_module.quantization.bitsandbytes import OnlineNF4Method
 from vllm_module.quantization.eight_bit import EightBitMethod
 from vllm_module.quantization.kv_cache import QuantizableKVCache
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
+from vllm_module.quantization.online_nf4 import OnlineNF4Method
 from vllm_module.quantization.scheme import EVERY_LAYER, Scheme
 
 Rule = tuple[str, Scheme | QuantizeMethod | None]

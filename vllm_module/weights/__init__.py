@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from vllm_module.weights.buckets import receive_weights, send_weights
     from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
     from vllm_module.weights.handle import Destination, Handle, TensorHandle, Weight, read_into
-    from vllm_module.weights.hub import resolve
     from vllm_module.weights.os_pages import prefer_huge_pages
     from vllm_module.weights.pieces import PIECE_BYTES
     from vllm_module.weights.reading import Readers, read_all, reader_threads
     from vllm_module.weights.regular_file import read_file
+    from vllm_module.weights.source import resolve
     from vllm_module.weights.staging import staging_buffers
     from vllm_module.weights.strict_json import read_json
 else:
@@ -36,7 +36,7 @@ else:
             "read_json": "vllm_module.weights.strict_json",
             "reader_threads": "vllm_module.weights.reading",
             "receive_weights": "vllm_module.weights.buckets",
-            "resolve": "vllm_module.weights.hub",
+            "resolve": "vllm_module.weights.source",
             "send_weights": "vllm_module.weights.buckets",
             "staging_buffers": "vllm_module.weights.staging",
         },

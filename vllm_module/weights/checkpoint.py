@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from vllm_module.base.garbage import paused_gc
@@ -104,12 +103,7 @@ class Checkpoint(Mapping[str, "FileHandle"]):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getitem__(self, name: str) -> FileHandle:
@@ -260,7 +254,7 @@ def _open_files(
                     f"{printable(path.parent)}/{format_.index} names {printable_name(path.name)}, "
                     f"which is not there. {DAMAGED}"
                 )
-            files.append(format_.open_file(path, folder))
+            files.append(imported(format_.opener)(path, folder))
             opened.callback(files[-1].close)
         if folder is not None and format_.index is not None and names_in is not None:
             for file in files:

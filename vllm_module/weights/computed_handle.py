@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from vllm_module.weights.cut_rows import ByteRun
-from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
+from vllm_module.weights.handle import FileHandle, check_destination, copy_weight, narrowed
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
@@ -59,10 +59,7 @@ class ComputedHandle(FileHandle):
 
     def narrow(self, dim: int, start: int, length: int) -> ComputedHandle:
         """Keep ``length`` entries of ``dim`` from ``start`` on; rows besides them are not read."""
-        # A tensor without memory checks the arguments as torch does.
-        shape = torch.empty(self.shape, device="meta").narrow(dim, start, length).shape
-        dim %= len(shape)
-        start %= self.shape[dim] or 1
+        dim, start, shape = narrowed(self, dim, start, length)
         stored, first = self._stored, self._first
         if dim < len(shape) - 1:
             stored = stored.narrow(dim, start, length)

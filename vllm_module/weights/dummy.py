@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.base.messages import printable_name
-from vllm_module.weights.handle import Weight, check_destination, copy_weight
+from vllm_module.weights.handle import Weight, check_destination, copy_weight, narrowed
 
 _MOST = 1 << 18  # elements computed at once, so that their integers stay in a CPU's cache
 _WEIGHT = 0.02 * math.sqrt(3)  # uniform values up to this have a standard deviation of 0.02
@@ -82,16 +82,7 @@ class DummyHandle:
 
         A dimension that does not exist is an IndexError, a range outside of it a ValueError.
         """
-        if not -len(self.shape) <= dim < len(self.shape):
-            raise IndexError(f"{self}: dim {dim} is not one of its {len(self.shape)} dimensions")
-        dim %= len(self.shape)
-        size = self.shape[dim]
-        start += size if start < 0 else 0
-        if start < 0 or length < 0 or start + length > size:
-            raise ValueError(
-                f"{self}: [{start}, {start + length}) is not inside dim {dim} of size {size}"
-            )
-        shape = torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :]))
+        dim, start, shape = narrowed(self, dim, start, length)
         first = self._first + start * self._strides[dim]
         return DummyHandle(self.name, self.dtype, shape, self._values, self._strides, first)
 

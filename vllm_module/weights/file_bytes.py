@@ -63,15 +63,11 @@ class FileBytes:
         self._descriptors = [self._fd]
         self._finalizer = weakref.finalize(self, _close, self._descriptors)
         self._identity = self._stat()
+        self.size = self._identity[0]  # when it was opened
         self._lease = ReadLease(self._fd)
         self._lock = threading.Lock()
         self._bytes_read = 0
         self._mapping: torch.Tensor | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes in the file when it was opened."""
-        return self._identity[0]
 
     @property
     def bytes_read(self) -> int:

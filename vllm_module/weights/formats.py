@@ -14,7 +14,6 @@ from vllm_module.base.messages import shorten
 
 if TYPE_CHECKING:
     from vllm_module.weights.folder_files import FolderFiles
-    from vllm_module.weights.weight_file import WeightFile
 
 _NONE = re.compile("$.")  # matches nothing
 
@@ -58,11 +57,6 @@ class Files:
             if kept := [path for path in found if not self.others.match(path.name)]:
                 return kept
         return []
-
-    def open_file(self, path: Path, folder: Path | None) -> WeightFile:
-        """Open one file."""
-        opened: WeightFile = imported(self.opener)(path, folder)
-        return opened
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ SAFETENSORS = Files(
 # beside the weights.
 FORMATS: dict[str, Files | Unit] = {
     "sharded_state": Unit(
-        "vllm_module.weights.sharded_state:open_sharded_state",
+        "vllm_module.weights.sharded_state:ShardedState",
         "sharded_state.json",
         weights=("model-rank-*",),
     ),

@@ -207,19 +207,9 @@ class FileHandle:
 
         A dimension that does not exist is an IndexError, a range outside of it a ValueError.
         """
-        if not -len(self.shape) <= dim < len(self.shape):
-            raise IndexError(f"{self}: dim {dim} is not one of its {len(self.shape)} dimensions")
-        dim %= len(self.shape)
-        size = self.shape[dim]
-        if start < 0:
-            start += size
-        if start < 0 or length < 0 or start + length > size:
-            raise ValueError(
-                f"{self}: [{start}, {start + length}) is not inside dim {dim} of size {size}"
-            )
-        shape = torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :]))
+        dim, start, shape = narrowed(self, dim, start, length)
         offset = self._offset + start * self._strides[dim]
-        cut = self._cut or length < size
+        cut = self._cut or length < self.shape[dim]
         return FileHandle(
             self.file_bytes, self.name, self.dtype, shape, self._strides, offset, cut,
             self.whole or self,
@@ -302,6 +292,23 @@ class FileHandle:
 def _strides(shape: torch.Size, itemsize: int) -> tuple[int, ...]:
     """Return the strides, in bytes, of contiguous elements in row-major order."""
     return tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def narrowed(handle: Handle, dim: int, start: int, length: int) -> tuple[int, int, torch.Size]:
+    """Return ``dim`` and ``start`` from 0 on, and the shape of ``handle`` after ``narrow``.
+
+    A dimension that does not exist is an IndexError, a range outside of it a ValueError.
+    """
+    shape = handle.shape
+    if not -len(shape) <= dim < len(shape):
+        raise IndexError(f"{handle}: dim {dim} is not one of its {len(shape)} dimensions")
+    dim %= len(shape)
+    start += shape[dim] if start < 0 else 0
+    if start < 0 or length < 0 or start + length > shape[dim]:
+        raise ValueError(
+            f"{handle}: [{start}, {start + length}) is not inside dim {dim} of size {shape[dim]}"
+        )
+    return dim, start, torch.Size((*shape[:dim], length, *shape[dim + 1 :]))
 
 
 def check_destination(shape: torch.Size, destination: torch.Tensor, what: object) -> None:

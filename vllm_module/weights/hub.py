@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +10,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from vllm_module.base.messages import printable, printable_name, shorten, without_secrets
+from vllm_module.base.messages import printable_name, shorten, without_secrets
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
-from vllm_module.weights.regular_file import is_there
 
 # Files of configuration and tokenizer. Weights are added by format: the first format there is,
 # without Mistral's consolidated file (the same weights again) and without subfolders (the weights
@@ -28,7 +26,7 @@ _GGUF = ("*.gguf",)
 _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # end of the names of a split model's parts
 
 
-def _patterns(load_format: str) -> list[tuple[str, ...]]:
+def patterns_of(load_format: str) -> list[tuple[str, ...]]:
     """Return the file name patterns of weights, in the order in which they are looked for.
 
     Files of each of the patterns in a tuple belong together.
@@ -44,7 +42,7 @@ def _patterns(load_format: str) -> list[tuple[str, ...]]:
 
 
 _UNWANTED = [
-    "*[!g]/*", *(f"*/{name}" for each in FORMATS for names in _patterns(each) for name in names),
+    "*[!g]/*", *(f"*/{name}" for each in FORMATS for names in patterns_of(each) for name in names),
     "consolidated*", "training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*",
 ]  # fmt: skip
 
@@ -53,42 +51,6 @@ def is_small(name: str) -> bool:
     """Return whether a file of a repository is downloaded even when weights are not."""
     wanted = any(fnmatch(name, each) for each in SMALL_FILES)
     return wanted and not any(fnmatch(name, each) for each in _UNWANTED)
-
-
-def resolve(
-    model: str,
-    revision: str | None,
-    *,
-    load_format: str = "auto",
-    download_dir: str | None = None,
-    token: str | bool | None = None,
-    weights: bool = True,
-    code: bool = False,
-) -> Path:
-    """Return the local folder of ``model``: a path, or a Hugging Face hub id to download.
-
-    A path that exists is returned unchanged, and ``revision`` (a branch, tag or commit of the hub)
-    is ignored. ``download_dir`` replaces the hub's cache, and ``token`` the one that is stored.
-    Weights are downloaded in the format ``load_format``. Without ``weights``, or with ``"dummy"``,
-    only the small files are. With ``code``, Python files are too.
-
-    Raises ``CheckpointFormatError``, with advice, if ``model`` neither exists nor can be
-    downloaded, or has several models in GGUF files.
-    """
-    path = Path(os.path.expanduser(model))
-    demand_path(model)
-    if is_there(path, follow_links=True):
-        return path
-    patterns = _patterns(load_format) if weights and load_format != "dummy" else []
-    return download(model, revision, patterns, download_dir=download_dir, token=token, code=code)
-
-
-def demand_path(model: str) -> None:
-    """Raise ``CheckpointFormatError`` if ``model`` cannot be a hub id and no such path exists."""
-    path = Path(os.path.expanduser(model))
-    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    if is_path and not is_there(path, follow_links=True):
-        raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.handle import Weight
-from vllm_module.weights.pairs import OpenWeights, open_weights
-from vllm_module.weights.source import Source
+from vllm_module.weights.pairs import OpenWeights
+from vllm_module.weights.source import Source, open_weights
 
 
 class JoinedWeights:

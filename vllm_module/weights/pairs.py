@@ -9,7 +9,6 @@ from contextlib import suppress
 from operator import index
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any, SupportsIndex, TypeAlias
 
 import torch
@@ -19,13 +18,6 @@ from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.handle import Handle, Weight, read_into
 from vllm_module.weights.header import MAX_NAME
-from vllm_module.weights.source import Source
-
-
-def open_weights(source: Source) -> OpenWeights:
-    """Open the weights of ``source``."""
-    opened = source.weights()
-    return opened if isinstance(opened, Checkpoint) else PairsCheckpoint(source, opened)
 
 
 class PairsCheckpoint(Mapping[str, Handle]):
@@ -40,7 +32,7 @@ class PairsCheckpoint(Mapping[str, Handle]):
     """
 
     def __init__(
-        self, source: Source, pairs: Mapping[str, Weight] | Iterable[tuple[str, Weight]]
+        self, folder: Path, pairs: Mapping[str, Weight] | Iterable[tuple[str, Weight]]
     ) -> None:
         self._opened: Any = pairs
         self.load_format: str | None = getattr(pairs, "load_format", None)
@@ -48,7 +40,7 @@ class PairsCheckpoint(Mapping[str, Handle]):
         self._handles: dict[str, Handle] = {}
         self.bytes_read = 0
         try:
-            self._take(f"the source of {printable(source.folder)}")
+            self._take(f"the source of {printable(folder)}")
         except BaseException:
             self.close()
             raise
@@ -115,12 +107,7 @@ class PairsCheckpoint(Mapping[str, Handle]):
     def __enter__(self) -> PairsCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getitem__(self, name: str) -> Handle:

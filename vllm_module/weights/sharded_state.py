@@ -19,7 +19,6 @@ from vllm_module.config import ModelConfig, QuantizationConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.weights.checkpoint import Checkpoint, LocalFiles
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile
@@ -139,16 +138,11 @@ def shard_name(rank: int, part: int) -> str:
     return f"model-rank-{rank}-part-{part}.safetensors"
 
 
-def find_manifest(folder: Path, load_format: str) -> Manifest | None:
-    """Return the manifest of ``folder``; ``None`` if another format is there or requested.
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a sharded state on this machine.
 
-    Raises ``CheckpointFormatError`` for a damaged manifest, and for a missing one if the format was
-    requested by name.
+    Raises ``CheckpointFormatError`` for one that is damaged or missing.
     """
-    if load_format not in ("auto", "layered", "sharded_state") or not folder.is_dir():
-        return None
-    if load_format != "sharded_state" and not is_there(folder / MANIFEST):
-        return None
     files = LocalFiles(folder)
     return _parsed(files, _read(files))
 
@@ -189,7 +183,7 @@ def _parsed(folder: FolderFiles, data: bytes) -> Manifest:
 
 
 class ShardedState(Checkpoint):
-    """The files of a sharded state. As a mapping, it has the tensors of rank 0.
+    """The files that ``vllm-module shard`` wrote. As a mapping, it has the tensors of rank 0.
 
     The files of a rank are opened, and compared with the manifest, at first use. So a rank that
     reads only its own tensors opens only its own files.
@@ -247,11 +241,6 @@ class ShardedState(Checkpoint):
         for each in self._of_rank.values():
             each.close()
         self._place.close()
-
-
-def open_sharded_state(folder: FolderFiles) -> ShardedState:
-    """Open a folder that ``vllm-module shard`` wrote; see :class:`ShardedState`."""
-    return ShardedState(folder)
 
 
 def _opened(folder: FolderFiles, name: str, expected: ShardFile, rank: int) -> SafetensorsFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.weights.hub import resolve
+from vllm_module.weights.hub import download, patterns_of
+from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.stores.place import SCHEMES
 from vllm_module.weights.written_folder import write_folder
 
 if TYPE_CHECKING:
     from vllm_module.weights.checkpoint import Checkpoint
     from vllm_module.weights.handle import Weight
+    from vllm_module.weights.pairs import OpenWeights
 
 
 class Source(Protocol):
@@ -36,43 +39,48 @@ class Source(Protocol):
         """
 
 
+def open_weights(source: Source) -> OpenWeights:
+    """Open the weights of ``source``: a :class:`Checkpoint`, or its pairs as a mapping like one."""
+    # Imported here because headers of files are read without torch, which pairs need.
+    from vllm_module.weights.checkpoint import Checkpoint
+
+    opened = source.weights()
+    if isinstance(opened, Checkpoint):
+        return opened
+    from vllm_module.weights.pairs import PairsCheckpoint
+
+    return PairsCheckpoint(source.folder, opened)
+
+
 @dataclass(frozen=True)
 class Folder:
-    """The source that needs no registration: a folder in Hugging Face's layout."""
+    """The source that needs no registration: a folder, or one file of weights.
+
+    Attributes:
+        folder: a folder with ``config.json`` and the files of the tokenizer. If the weights are in
+            a format whose folders lack them, it was written when the model was found: it is among
+            the system's temporary files until this process ends, and other processes that it
+            starts, such as ranks, find it there.
+        load_format: the format of the weights.
+        weights_path: the folder or file with the weights, if it is another one.
+
+    """
 
     folder: Path
     load_format: str = "auto"
+    weights_path: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The folder or file with the weights, which messages name."""
+        return self.weights_path or self.folder
 
     def weights(self) -> Checkpoint:
         """Open the files of weights and check their headers."""
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import open_checkpoint
 
-        return open_checkpoint(self.folder, self.load_format)
-
-
-@dataclass(frozen=True)
-class Described:
-    """A folder, or one file, without configuration and tokenizer in Hugging Face's layout.
-
-    Attributes:
-        path: the folder or file with the weights.
-        folder: a folder with ``config.json`` and tokenizer files, written when the model was found.
-            It is among the system's temporary files until this process ends; other processes that
-            it starts, such as ranks, find it there.
-        load_format: the format of the weights.
-
-    """
-
-    path: Path
-    folder: Path
-    load_format: str
-
-    def weights(self) -> Checkpoint:
-        """Open the files of weights and check their headers."""
-        from vllm_module.weights.checkpoint import open_checkpoint  # see Folder
-
-        return open_checkpoint(self.path, self.load_format)
+        return open_checkpoint(self.weights_path or self.folder, self.load_format)
 
 
 Opener = Callable[[str], Source]
@@ -155,7 +163,6 @@ def find_source(
         # Imported here because registering a source needs no torch.
         from vllm_module.weights.checkpoint import LocalFiles, format_of
         from vllm_module.weights.formats import FORMATS, Unit, imported
-        from vllm_module.weights.regular_file import is_there
 
         wanted: str | None = load_format
         if load_format == "dummy":  # other files are skipped, unless they hold the config
@@ -164,8 +171,8 @@ def find_source(
         found = FORMATS[name] if name is not None else None
         if name is not None and isinstance(found, Unit) and found.small_files is not None:
             files = imported(found.small_files)(LocalFiles(folder))
-            return Described(folder, write_folder(files, printable(folder)), name)
-        return Folder(folder, load_format)
+            return Folder(write_folder(files, printable(folder)), name, weights_path=folder)
+        return Folder(folder, name or load_format)
     opener = registered_sources.get(scheme.lower())
     if opener is not None:
         return Remote(model, opener)
@@ -186,3 +193,42 @@ def find_source(
         token=token,
         described=described,
     )
+
+
+def resolve(
+    model: str,
+    revision: str | None,
+    *,
+    load_format: str = "auto",
+    download_dir: str | None = None,
+    token: str | bool | None = None,
+    weights: bool = True,
+    code: bool = False,
+) -> Path:
+    """Return the local folder of ``model``: a path, or a Hugging Face hub id to download.
+
+    A path that exists is returned unchanged, and ``revision`` (a branch, tag or commit of the hub)
+    is ignored. ``download_dir`` replaces the hub's cache, and ``token`` the one that is stored.
+    Weights are downloaded in the format ``load_format``. Without ``weights``, or with ``"dummy"``,
+    only the small files are. With ``code``, Python files are too.
+
+    Raises ``CheckpointFormatError``, with advice, if ``model`` neither exists nor can be
+    downloaded, or has several models in GGUF files.
+    """
+    if (path := local_path(model)) is not None:
+        return path
+    patterns = patterns_of(load_format) if weights and load_format != "dummy" else []
+    return download(model, revision, patterns, download_dir=download_dir, token=token, code=code)
+
+
+def local_path(model: str) -> Path | None:
+    """Return the path that ``model`` names; ``None`` if it is not there and may be a hub id.
+
+    Raises ``CheckpointFormatError`` if it is not there and cannot be one.
+    """
+    path = Path(os.path.expanduser(model))
+    if is_there(path, follow_links=True):
+        return path
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise CheckpointFormatError(f"the folder {printable(path)} does not exist; check the path")
+    return None

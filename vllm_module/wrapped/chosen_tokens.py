@@ -15,7 +15,7 @@ from torch import nn
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.attention import PROBING
 from vllm_module.wrapped.inline_attention import StandIn
-from vllm_module.wrapped.probe import constants_on_meta, probe_of
+from vllm_module.wrapped.probe import constants_on_meta, probe_of, watched
 
 
 class AllTokens(StandIn):
@@ -38,13 +38,12 @@ def choose_all(model: Any, longest: int) -> None:
             outputs.setdefault(id(output), (module, output))
 
     found = probe_of(model, longest)
-    hooks = [module.register_forward_hook(after) for module in model.modules()]
-    try:
-        with constants_on_meta(model, PROBING, found) as (constants, given), constants:
-            model(**given)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        watched(model, after),
+        constants_on_meta(model, PROBING, found) as (constants, given),
+        constants,
+    ):
+        model(**given)
     for path, indices in found.chosen:
         chosen = indices.shape[-1]
         if chosen < longest:

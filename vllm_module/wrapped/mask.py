@@ -31,6 +31,9 @@ class MaskRule(NamedTuple):
         return kept
 
 
+_SLICES = slice, type(...)  # indices that keep the order of what they keep
+
+
 class Mask(torch.Tensor):
     """A placeholder on meta for a mask, while a model is probed or runs its own attention code.
 
@@ -43,10 +46,16 @@ class Mask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Keep the rule when a mask is cast or moved to another device."""
+        """Keep the rule when a mask is cast, moved to another device, or cut at its ends."""
         kwargs = kwargs or {}
+        parent: Any = super()
+        if func is torch.Tensor.__getitem__:
+            cut, index = parent.__torch_function__(func, types, args, kwargs), args[1]
+            index = index if isinstance(index, tuple) else (index,)
+            if cut.shape == args[0].shape and all(isinstance(i, _SLICES) for i in index):
+                cut.rule = args[0].rule
+            return cut
         if func is not torch.Tensor.to or not isinstance(args[0], Mask):
-            parent: Any = super()
             return parent.__torch_function__(func, types, args, kwargs)
         mask: Mask = args[0]
         given = [*args[1:], *kwargs.values()]

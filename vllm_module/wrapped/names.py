@@ -1,9 +1,8 @@
 """Mapping checkpoint names to the tensors of a transformers model.
 
 Transformers publishes conversion rules: some rename, others merge tensors or split one. They are
-read
-as declarations. Merged tensors become slots of one parameter, which the layers declare; a tensor to
-be split is narrowed before it is read. So a rank reads only its part.
+read as declarations. Merged tensors become slots of one parameter, which the layers declare; a
+tensor to be split is narrowed before it is read. So a rank reads only its part.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.attention import PROBING, attend
 from vllm_module.wrapped.inline_attention import InlineAttention, Understood, understood
 from vllm_module.wrapped.mask import Mask, MaskRule
-from vllm_module.wrapped.probe import constants_on_meta, probe_of
+from vllm_module.wrapped.probe import constants_on_meta, probe_of, watched
 from vllm_module.wrapped.scores import Noted, ScoreProducts, Scores
 
 _ARGUMENTS = ["self", "query", "key", "value", "attention_mask"]
@@ -142,18 +142,13 @@ def _divert_forward(model: Any, longest: int) -> Diverted:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         running.pop()
 
-    modules = list(model.modules())
-    hooks = [module.register_forward_pre_hook(before) for module in modules]
-    hooks += [module.register_forward_hook(after) for module in modules]
     on_meta = constants_on_meta(model, PROBING, probe_of(model, longest))
     try:
-        with on_meta as (constants, given), constants, ScoreProducts(begin):
+        watch = watched(model, after, before)
+        with watch, on_meta as (constants, given), constants, ScoreProducts(begin):
             model(**given)
     except UnsupportedModelError as error:
         return Diverted(str(error))
-    finally:
-        for hook in hooks:
-            hook.remove()
     for module, each in calls.items():
         if module in multiplying:
             return Diverted(f"{type(module).__name__} multiplies more than queries and keys")

@@ -6,7 +6,7 @@ that :class:`~vllm_module.layers.Attention` does not support is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -159,6 +159,23 @@ class _GroupOnMeta:
 def probe_of(model: nn.Module, tokens: int = TOKENS) -> Probe:
     """Return an empty probe of ``model`` for a sequence of ``tokens``."""
     return Probe({module: path for path, module in model.named_modules()}, tokens)
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+    after: Callable[[nn.Module, Any, Any], None],
+    before: Callable[[nn.Module, Any], None] | None = None,
+) -> Iterator[None]:
+    """Call ``before`` and ``after`` each forward pass of a module of ``model`` in the block."""
+    modules = list(model.modules())
+    hooks = [] if before is None else [m.register_forward_pre_hook(before) for m in modules]
+    hooks += [module.register_forward_hook(after) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.wrapped.probe import Probe, probe_of, run_on_meta
+from vllm_module.wrapped.probe import Probe, probe_of, run_on_meta, watched
 
 
 class Trunk(NamedTuple):
@@ -52,14 +52,8 @@ def find_trunk(model: Any, *, takes_positions: bool = True) -> tuple[Trunk, Prob
             running.clear()
             returned.append((output, len(found.order)))
 
-    modules = list(model.modules())
-    hooks = [module.register_forward_pre_hook(before) for module in modules]
-    hooks += [module.register_forward_hook(after) for module in modules]
-    try:
+    with watched(model, after, before):
         run_on_meta(model, model, found, masks=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not returned:
         raise UnsupportedModelError(
             f"transformers' {name} calls no module that computes hidden states"

@@ -95,7 +95,7 @@ def chat(
             code=model.trust_remote_code,
         )
         ChatTemplate(found.folder)
-        source = str(found.folder) if isinstance(found, Folder) else source
+        source = str(found.path) if isinstance(found, Folder) else source
     with serving(
         source,
         ranks,

@@ -37,7 +37,6 @@ from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from vllm_module.weights.pairs import OpenWeights
-    from vllm_module.weights.source import Source
 
 _SHOWN = (
     "model_type",
@@ -100,7 +99,7 @@ def inspect(
         from vllm_module.build.registry import load_model_code
 
         load_model_code(weights.model_code)
-    from vllm_module.weights.source import find_source
+    from vllm_module.weights.source import find_source, open_weights
 
     found = find_source(  # a download draws its own bars
         source,
@@ -110,7 +109,7 @@ def inspect(
     )
     path: Path = getattr(found, "path", found.folder)
     with working("reading headers"):
-        with _opened(found) as checkpoint:
+        with open_weights(found) as checkpoint:
             architecture = _architecture(found.folder, getattr(checkpoint, "config", None))
             tensors, taken = _tensors(checkpoint), checkpoint.load_format
         elements = sum(math.prod(tensor.shape) for tensor in tensors)
@@ -228,16 +227,6 @@ def _print_architecture(out: Console, architecture: dict[str, Any] | None) -> No
         if "refused" in architecture:
             print_text(out, architecture["refused"])
     out.print()
-
-
-def _opened(source: Source) -> OpenWeights:
-    from vllm_module.weights.source import Folder
-
-    if isinstance(source, Folder):  # headers are read without torch
-        return source.weights()
-    from vllm_module.weights.pairs import open_weights
-
-    return open_weights(source)
 
 
 def _tensors(checkpoint: OpenWeights) -> list[ListedTensor]:

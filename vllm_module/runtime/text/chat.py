@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,7 +178,7 @@ class ChatTemplate:
                 ", ".join(sorted(unread)),
                 ", ".join(sorted(self._variables)),
             )
-        is_list = messages is not None and not isinstance(messages, (str, Mapping))
+        is_list = isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping))
         listed = list(messages) if is_list else []
         wrong = [m for m in listed if not isinstance(m, Mapping) or "role" not in m]
         if not listed or wrong:

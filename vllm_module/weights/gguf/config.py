@@ -75,7 +75,9 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     turn_ends = of.keys.get("tokenizer.ggml.eot_token_id")
     if "eos_token_id" in entries and turn_ends not in (None, entries["eos_token_id"]):
         entries["eos_token_id"] = [entries["eos_token_id"], turn_ends]
-    entries |= _BY_ARCHITECTURE[of.architecture](of, entries)
+    model, own = _BY_ARCHITECTURE[of.architecture]
+    entries["architectures"] = [model]
+    entries |= {} if own is None else own(of, entries)
     if (scaling := rope_scaling(of)) is not None:
         entries["rope_scaling"] = scaling
     return entries
@@ -150,7 +152,6 @@ def _window(of: Metadata) -> Any:
 
 
 def _llama(of: Metadata, entries: Entries) -> Entries:
-    own: Entries = {"attention_bias": "blk.0.attn_q.bias" in of.tensors}
     window = _window(of)
     if of.get("expert_count"):
         return {
@@ -159,17 +160,12 @@ def _llama(of: Metadata, entries: Entries) -> Entries:
             "num_experts_per_tok": of.need("expert_used_count"),
             "sliding_window": window,
         }
-    if window:
-        return {**own, "architectures": ["MistralForCausalLM"], "sliding_window": window}
-    return {**own, "architectures": ["LlamaForCausalLM"]}
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    return _bias(of, entries) | (mistral if window else {})
 
 
-def _qwen2(of: Metadata, entries: Entries) -> Entries:
-    return {"architectures": ["Qwen2ForCausalLM"]}
-
-
-def _qwen3(of: Metadata, entries: Entries) -> Entries:
-    return {"architectures": ["Qwen3ForCausalLM"]}
+def _bias(of: Metadata, entries: Entries) -> Entries:
+    return {"attention_bias": "blk.0.attn_q.bias" in of.tensors}
 
 
 def _experts(of: Metadata, renormalized: bool) -> Entries:
@@ -185,7 +181,6 @@ def _qwen2moe(of: Metadata, entries: Entries) -> Entries:
     shared = of.shape("blk.0.ffn_gate_shexp.weight", 2)[0]
     return {
         **_experts(of, renormalized=False),
-        "architectures": ["Qwen2MoeForCausalLM"],
         "shared_expert_intermediate_size": shared,
         "intermediate_size": entries.get("intermediate_size", shared),
     }
@@ -194,13 +189,12 @@ def _qwen2moe(of: Metadata, entries: Entries) -> Entries:
 def _qwen3moe(of: Metadata, entries: Entries) -> Entries:
     experts = _experts(of, renormalized=True)
     width = entries.get("intermediate_size", experts["moe_intermediate_size"])
-    return {**experts, "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": width}
+    return {**experts, "intermediate_size": width}
 
 
 def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
     return {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": "blk.0.attn_q.bias" in of.tensors,
+        **_bias(of, entries),
         "num_local_experts": of.need("expert_count"),
         "num_experts_per_tok": of.need("expert_used_count"),
         "intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
@@ -209,7 +203,7 @@ def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
 
 
 def _phi3(of: Metadata, entries: Entries) -> Entries:
-    return {"architectures": ["Phi3ForCausalLM"], "sliding_window": _window(of)}
+    return {"sliding_window": _window(of)}
 
 
 def _mistral3(of: Metadata, entries: Entries) -> Entries:
@@ -219,11 +213,6 @@ def _mistral3(of: Metadata, entries: Entries) -> Entries:
             "function of their position (Ministral 3), which no model here does"
         )
     return _llama(of, entries)
-
-
-def _glm4(of: Metadata, entries: Entries) -> Entries:
-    bias = "blk.0.attn_q.bias" in of.tensors
-    return {"architectures": ["Glm4ForCausalLM"], "attention_bias": bias}
 
 
 # DeepSeek-V2, V3 and R1, by number of experts: the number of groups, and how many groups a token's
@@ -272,7 +261,6 @@ def _gemma(of: Metadata, entries: Entries, largest: int) -> Entries:
 def _gemma2(of: Metadata, entries: Entries) -> Entries:
     return {
         **_gemma(of, entries, largest=46),
-        "architectures": ["Gemma2ForCausalLM"],
         "attn_logit_softcapping": of.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": of.get("final_logit_softcapping", 30.0),
     }
@@ -281,24 +269,24 @@ def _gemma2(of: Metadata, entries: Entries) -> Entries:
 def _gemma3(of: Metadata, entries: Entries) -> Entries:
     return {
         **_gemma(of, entries, largest=62),
-        "architectures": ["Gemma3ForCausalLM"],
         "rope_theta": of.get("rope.freq_base", 1000000.0),
         "rope_local_base_freq": of.get("rope.freq_base_swa", 10000.0),
         "final_logit_softcapping": of.get("final_logit_softcapping") or None,
     }
 
 
-_BY_ARCHITECTURE: Mapping[str, Callable[[Metadata, Entries], Entries]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
-    "gpt-oss": _gpt_oss,
-    "mistral3": _mistral3,
-    "glm4": _glm4,
-    "deepseek2": _deepseek2,
-    "phi3": _phi3,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
+# By general.architecture, the model's class and what else its configuration has.
+_BY_ARCHITECTURE: Mapping[str, tuple[str, Callable[[Metadata, Entries], Entries] | None]] = {
+    "llama": ("LlamaForCausalLM", _llama),  # or Mixtral's or Mistral's
+    "qwen2": ("Qwen2ForCausalLM", None),
+    "qwen3": ("Qwen3ForCausalLM", None),
+    "qwen2moe": ("Qwen2MoeForCausalLM", _qwen2moe),
+    "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3moe),
+    "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
+    "mistral3": ("LlamaForCausalLM", _mistral3),
+    "glm4": ("Glm4ForCausalLM", _bias),
+    "deepseek2": ("DeepseekV2ForCausalLM", _deepseek2),  # or V3's
+    "phi3": ("Phi3ForCausalLM", _phi3),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", _gemma3),
 }

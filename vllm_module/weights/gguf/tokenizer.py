@@ -147,17 +147,22 @@ def _tokenizer(
     types = keys.get("token_type", [])
     if not isinstance(types, list) or len(types) not in (0, len(tokens)):
         _refuse(where, "token_type", f"a list of {len(tokens)} numbers", types)
+    of_type: dict[int, list[str]] = {_CONTROL: [], _USER_DEFINED: []}
+    for token, number in zip(tokens, types, strict=False):
+        if number in of_type:
+            of_type[number].append(token)
+    named = list(special.values())
     try:
         if kind == "gpt2":
-            tokenizer = _byte_level(keys, tokens, where)
+            added = {*of_type[_CONTROL], *of_type[_USER_DEFINED], *named}
+            tokenizer = _byte_level(keys, tokens, added, where)
         else:
             tokenizer = _sentencepiece(keys, tokens, architecture, where)
-        vocabulary = tokenizer.get_vocab()
-        of_type: dict[int, list[str]] = {_CONTROL: [], _USER_DEFINED: []}
-        for token, number in zip(tokens, types, strict=False):
-            if number in of_type and token in vocabulary:
-                of_type[number].append(token)
-        named = [token for token in special.values() if token in vocabulary]
+            vocabulary = tokenizer.get_vocab()  # Gemma's runs of spaces are other tokens there
+            of_type = {
+                number: [token for token in added if token in vocabulary]
+                for number, added in of_type.items()
+            }
         tokenizer.add_special_tokens(
             [AddedToken(each, normalized=False) for each in of_type[_CONTROL]]
         )
@@ -194,8 +199,13 @@ def _add_template(
         tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
-def _byte_level(keys: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
-    """Return a byte-level BPE tokenizer, in which a character stands for each byte."""
+def _byte_level(
+    keys: Mapping[str, Any], tokens: list[str], added: Collection[str], where: str
+) -> Tokenizer:
+    """Return a byte-level BPE tokenizer, in which a character stands for each byte.
+
+    The tokens in ``added`` are plain text, whatever its characters are.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = keys.get("pre", "default")
@@ -207,7 +217,9 @@ def _byte_level(keys: Mapping[str, Any], tokens: list[str], where: str) -> Token
     spelled = _byte_characters()
     alphabet = set(spelled)
     vocabulary = {
-        token if set(token) <= alphabet else "".join(spelled[byte] for byte in token.encode()): at
+        token
+        if token in added or set(token) <= alphabet
+        else "".join(spelled[byte] for byte in token.encode()): at
         for at, token in enumerate(tokens)
     }
     merges = _pairs(_strings(keys, "merges", where), where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_module.weights.computed_handle import Compute, ComputedHandle
-from vllm_module.weights.handle import FileHandle
+from vllm_module.weights.handle import FileHandle, narrowed
 
 
 class TurnedHandle(ComputedHandle):
@@ -33,9 +33,7 @@ class TurnedHandle(ComputedHandle):
 
     def narrow(self, dim: int, start: int, length: int) -> TurnedHandle:
         """Keep ``length`` entries of ``dim`` from ``start`` on; other heads are not read."""
-        shape = torch.empty(self.shape, device="meta").narrow(dim, start, length).shape
-        dim %= 2
-        start %= self.shape[dim] or 1
+        dim, start, shape = narrowed(self, dim, start, length)
         kept = TurnedHandle.__new__(TurnedHandle)
         ComputedHandle.__init__(kept, self._stored, self._compute, shape, self.dtype)
         kept._features, kept._rows, kept._columns = self._features, self._rows, self._columns

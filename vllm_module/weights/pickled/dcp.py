@@ -21,12 +21,13 @@ from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.handle import FileHandle, check_destination, copy_weight
-from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry, StoredDType, read_header
+from vllm_module.weights.handle import FileHandle, check_destination, copy_weight, narrowed
+from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry, StoredDType
 from vllm_module.weights.pickled.dcp_metadata import ChunkedTensor, StoredChunk, read_metadata
 from vllm_module.weights.pickled.saved_tensors import SavedTensor
 from vllm_module.weights.pickled.torch_file import unpickled
 from vllm_module.weights.regular_file import is_there
+from vllm_module.weights.safetensors import read_header
 from vllm_module.weights.weight_file import WeightFile, as_torch
 
 METADATA = ".metadata"
@@ -206,16 +207,9 @@ class _Handle:
         return dtype
 
     def narrow(self, dim: int, start: int, length: int) -> _Handle:
-        if not -len(self._region) <= dim < len(self._region):
-            raise IndexError(f"{self}: dim {dim} is not one of its {len(self._region)} dimensions")
-        dim %= len(self._region)
-        begin, size = self._region[dim]
-        start += size if start < 0 else 0
-        if start < 0 or length < 0 or start + length > size:
-            raise ValueError(
-                f"{self}: [{start}, {start + length}) is not inside dim {dim} of size {size}"
-            )
-        region = (*self._region[:dim], (begin + start, length), *self._region[dim + 1 :])
+        dim, start, _ = narrowed(self, dim, start, length)
+        kept = self._region[dim][0] + start, length
+        region = (*self._region[:dim], kept, *self._region[dim + 1 :])
         return _Handle(self._owner, self.name, self._tensor, region)
 
     def read_into(self, destination: torch.Tensor) -> None:

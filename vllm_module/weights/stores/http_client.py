@@ -5,21 +5,17 @@ Ranges: RFC 9110, section 14.
 
 from __future__ import annotations
 
-import base64
 import http.client
 import netrc
 import re
-import socket
-import ssl
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import NamedTuple, NoReturn
-from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from typing import NoReturn
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from vllm_module.base.messages import printable_name, shorten
 from vllm_module.base.version import __version__
@@ -32,10 +28,14 @@ from vllm_module.weights.stores.client import (
     Version,
     ends_before,
 )
+from vllm_module.weights.stores.http_connection import (
+    HttpConnection,
+    HttpRequest,
+    basic,
+    failures_as_busy,
+)
 from vllm_module.weights.stores.place import Place
 
-_STALL_SECONDS = 30.0  # without a byte
-_REQUEST_SECONDS = 300.0  # of one request with its redirects, however slowly its bytes come
 _MOST_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
@@ -66,8 +66,8 @@ class HttpClient:
         self._place, self._url_of, self._authorization = place, url_of, authorization
         self._follows = follows
         self._targets: dict[str, str] = {}  # of redirects, by name
-        self._idle: dict[str, list[_Connection]] = {}  # by scheme and host
-        self._under_way: set[_Request] = set()
+        self._idle: dict[str, list[HttpConnection]] = {}  # by scheme and host
+        self._under_way: set[HttpRequest] = set()
         self._lock = threading.Lock()
         self._answered = False
         self._closed = False
@@ -160,7 +160,7 @@ class HttpClient:
     @contextmanager
     def _answer(self, name: str, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
         """Send a GET request for a file, and follow redirects that may be followed."""
-        request = _Request()
+        request = HttpRequest()
         with self._lock:
             self._under_way.add(request)
         try:
@@ -178,12 +178,12 @@ class HttpClient:
 
     @contextmanager
     def _answer_of(
-        self, request: _Request, name: str, headers: dict[str, str]
+        self, request: HttpRequest, name: str, headers: dict[str, str]
     ) -> Iterator[http.client.HTTPResponse]:
         original = self._url_of(name)
         url = self._targets.get(name, original)
         remembered = url != original
-        for _ in range(_MOST_REDIRECTS):
+        for _ in range(_MOST_REDIRECTS + 1):
             connection, answer = self._send(request, urlsplit(url), headers)
             if remembered and answer.status in (401, 403, 404, 410):
                 # A target's signature is valid for some time only. Ask for a new one.
@@ -204,7 +204,7 @@ class HttpClient:
         else:
             raise RefusedError(f"it redirects more than {_MOST_REDIRECTS} times; check the URL")
         try:
-            with _failures_as_busy():
+            with failures_as_busy():
                 yield answer
         finally:
             reusable = _is_read(answer)
@@ -218,8 +218,8 @@ class HttpClient:
                 connection.opened.close()
 
     def _send(
-        self, request: _Request, url: SplitResult, headers: dict[str, str]
-    ) -> tuple[_Connection, http.client.HTTPResponse]:
+        self, request: HttpRequest, url: SplitResult, headers: dict[str, str]
+    ) -> tuple[HttpConnection, http.client.HTTPResponse]:
         headers = {
             "Accept-Encoding": "identity",
             "User-Agent": f"vllm-module/{__version__}",
@@ -230,10 +230,10 @@ class HttpClient:
             with self._lock:
                 idle = self._idle.get(_origin(url), [])
                 reused = idle.pop() if idle else None
-            with _failures_as_busy():
-                connection = reused or _Connection.to(url)
+            with failures_as_busy():
+                connection = reused or HttpConnection.to(url)
             try:
-                with _failures_as_busy(final=not self._answered):
+                with failures_as_busy(final=not self._answered):
                     request.use(connection.opened)
                     return connection, connection.get(url, headers)
             except BaseException as error:
@@ -318,142 +318,18 @@ def web_client(place: Place) -> HttpClient:
             found = netrc.netrc().authenticators(url.hostname or "")
         except (OSError, netrc.NetrcParseError):
             return None
-        return found and _basic(found[0], found[2])
+        return found and basic(found[0], found[2])
 
     # What is no character of a URL is encoded; what the user encoded stays.
     folder = base.scheme + "://" + base.netloc + quote(base.path, safe="/%:@!$&'()*+,;=~")
     return HttpClient(place, lambda name: f"{folder}/{quote(name)}", authorization)
 
 
-def _basic(user: str, password: str) -> str:
-    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
-
-
 def _origin(url: SplitResult) -> str:
     return f"{url.scheme}://{url.netloc}"
 
 
-class _Request:
-    """The end of one request: after ``_REQUEST_SECONDS`` its socket is shut down.
-
-    Whatever is read from it then ends, however slowly it comes and however much there is of it.
-
-    Attributes:
-        ended: why it was ended before its answer was read; else ``None``.
-
-    """
-
-    def __init__(self) -> None:
-        self.ended: str | None = None
-        self._socket: socket.socket | None = None
-        self._opened: http.client.HTTPConnection | None = None
-        self._lock = threading.Lock()
-        late = f"its answer did not end in {_REQUEST_SECONDS:g} s"
-        self._timer = threading.Timer(_REQUEST_SECONDS, self.end, (late,))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def use(self, opened: http.client.HTTPConnection) -> None:
-        """Go on over this connection, and connect it. Raises OSError if the request was ended."""
-        with self._lock:
-            self._opened, self._socket = opened, opened.sock
-        connects = opened.sock is None
-        if connects:
-            opened.connect()
-        with self._lock:
-            # http.client forgets it, with the answer still to read, if it is not to be kept open.
-            self._socket = opened.sock
-            if self.ended is not None:
-                raise OSError(self.ended)
-        if connects and isinstance(opened.sock, ssl.SSLSocket):
-            opened.sock.do_handshake()
-
-    def release(self) -> None:
-        """Leave the connection alone from now on."""
-        self._timer.cancel()
-        with self._lock:
-            self._opened = self._socket = None
-
-    def end(self, reason: str) -> None:
-        """Shut the connection down."""
-        with self._lock:
-            self.ended = self.ended or reason
-            used = self._socket or (self._opened and self._opened.sock)
-            if used:
-                with suppress(OSError):
-                    # Not that of ssl.SSLSocket, which also takes what another thread reads with.
-                    socket.socket.shutdown(used, socket.SHUT_RDWR)
-
-
-class _TLSConnection(http.client.HTTPSConnection):
-    """A connection whose ``connect`` leaves the handshake to its caller.
-
-    While http.client is at it, no other thread could shut the socket down.
-    """
-
-    def __init__(self, host: str, port: int | None, server_hostname: str, timeout: float) -> None:
-        self._server_hostname, self._tls = server_hostname, ssl.create_default_context()
-        self._tls.set_alpn_protocols(["http/1.1"])
-        super().__init__(host, port, timeout=timeout, context=self._tls)
-
-    def connect(self) -> None:
-        """Connect, through a tunnel if one is set."""
-        http.client.HTTPConnection.connect(self)
-        self.sock = self._tls.wrap_socket(
-            self.sock, server_hostname=self._server_hostname, do_handshake_on_connect=False
-        )
-
-
-class _Connection(NamedTuple):
-    """A connection, and headers for a proxy if it leads to one that is asked for whole URLs."""
-
-    opened: http.client.HTTPConnection
-    to_proxy: dict[str, str] | None = None
-
-    @staticmethod
-    def to(url: SplitResult) -> _Connection:
-        """Return a new connection, by the proxy that the environment names."""
-        host, secure = url.hostname or "", url.scheme == "https"
-        proxy = None if proxy_bypass(host) else getproxies().get(url.scheme)
-        if proxy is None:
-            return _Connection(_opened(host, url.port, host if secure else None))
-        try:
-            via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-            valid = bool(via.hostname) and via.port != 0
-        except ValueError:
-            valid = False
-        if not valid:  # it is not shown, because it may hold a password
-            raise RefusedError(
-                f"the proxy of the environment for {url.scheme}:// is no URL of a host and a port; "
-                f"correct {url.scheme}_proxy"
-            )
-        headers = {}
-        if via.username:
-            user, password = unquote(via.username), unquote(via.password or "")
-            headers["Proxy-Authorization"] = _basic(user, password)
-        connection = _opened(via.hostname or "", via.port, host if secure else None)
-        if not secure:
-            return _Connection(connection, headers)
-        connection.set_tunnel(host, url.port, headers)
-        return _Connection(connection)
-
-    def get(self, url: SplitResult, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Send a GET request, and return the answer once its headers have come."""
-        target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        if self.to_proxy is not None:
-            target, headers = url.geturl(), headers | self.to_proxy
-        self.opened.request("GET", target, headers=headers)
-        return self.opened.getresponse()
-
-
-def _opened(host: str, port: int | None, secure: str | None) -> http.client.HTTPConnection:
-    """Return a connection that is not made yet; ``secure`` is whose certificate it demands."""
-    if secure is not None:
-        return _TLSConnection(host, port, secure, _STALL_SECONDS)
-    return http.client.HTTPConnection(host, port, timeout=_STALL_SECONDS)
-
-
-def _close(idle: dict[str, list[_Connection]]) -> None:
+def _close(idle: dict[str, list[HttpConnection]]) -> None:
     for connections in idle.values():
         while connections:
             connections.pop().opened.close()
@@ -466,26 +342,6 @@ def _is_read(answer: http.client.HTTPResponse) -> bool:
         with suppress(OSError, http.client.HTTPException):
             answer.read()
     return answer.isclosed() and not answer.will_close
-
-
-@contextmanager
-def _failures_as_busy(*, final: bool = False) -> Iterator[None]:
-    """Raise what fails on the way as BusyError, or as RefusedError what will fail again.
-
-    ``final``: a name that is not found, or a port that nobody listens on, is refused.
-    """
-    try:
-        yield
-    except ssl.SSLCertVerificationError as error:
-        raise RefusedError(f"its certificate is not valid ({error.verify_message})") from None
-    except (UnicodeError, http.client.InvalidURL) as error:
-        raise RefusedError(f"its host is not valid ({type(error).__name__}); check it") from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = printable_name(str(error)) or "the connection ended"
-        reason = f"the connection failed ({type(error).__name__}: {reason})"
-        if final and isinstance(error, (socket.gaierror, ConnectionRefusedError)):
-            raise RefusedError(f"{reason}; check the URL and the network") from None
-        raise BusyError(reason) from None
 
 
 def _seconds(after: str | None) -> float | None:

@@ -73,7 +73,7 @@ class Place:
 def parse_file(url: str, suffixes: tuple[str, ...]) -> tuple[str, str | None]:
     """Take the file off a URL that names one with such a suffix: ``hf://owner/name/x.gguf``."""
     folder, _, name = url.rpartition("/")
-    components = folder.partition("://")[2].count("/") + 1
+    components = len(list(filter(None, folder.partition("://")[2].split("/"))))
     least = 2 if folder.lower().startswith("hf://") else 1
     return (folder, name) if name.endswith(suffixes) and components >= least else (url, None)
 

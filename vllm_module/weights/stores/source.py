@@ -43,9 +43,7 @@ _MARKERS = tuple(each.marker for each in _UNITS if not each.suffixes)
 _DESCRIBING = tuple(each.marker for each in _UNITS if each.marker in _MARKERS and each.small_files)
 _CONFIG = "config.json"
 _POOLING = "1_Pooling/config.json"
-# Configuration, index and tokenizer: what is taken of a folder that can be listed.
-_SMALL = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
-# What is asked for, file by file, where it cannot.
+# Small files that are asked for by name where the folder cannot be listed.
 _SMALL_NAMES = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -138,6 +136,11 @@ class StoreSource:
     def path(self) -> StorePath:
         """A path that stands for the URL, in messages and reports."""
         return self.place.path if self._named is None else self.place.file(self._named)
+
+    @property
+    def load_format(self) -> str:
+        """The format of the weights; that which was asked for if there are none."""
+        return self._format or str(self._options["load_format"])
 
     def weights(self) -> StoredCheckpoint:
         """Open the weights: read and check the headers of all files, many at once.
@@ -322,7 +325,7 @@ class StoreSource:
 def _is_small(name: str) -> bool:
     """Whether a file that is listed is wanted; a key of a bucket may be no name of a file."""
     possible = name.isprintable() and len(name.encode()) <= _LONGEST_NAME
-    return possible and any(fnmatch(name, pattern) for pattern in _SMALL)
+    return possible and any(fnmatch(name, pattern) for pattern in hub.SMALL_FILES)
 
 
 def _open_again(
