@@ -1,4 +1,4 @@
-"""Digests of FSDP2's shards in two gloo processes, by torch's own DTensor: ``fsdp_shards.py FOLDER``.
+"""Digests of FSDP2's shards in two gloo processes, by DTensor: ``fsdp_shards.py FOLDER``.
 
 Each rank writes, for each parameter, the digest of its local shard, as text.
 """

@@ -7,7 +7,6 @@ counted once and compared.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from vllm_module.core.tree import is_typed
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
 from vllm_module.layout import HeldBox, Layout, StoredTensorLayout
+from vllm_module.weights.digests import digest_of_all
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
 
@@ -71,11 +71,7 @@ class ModelDigest:
     @property
     def hex(self) -> str:
         """One digest of all tensors and their names, of 32 hexadecimal digits."""
-        total = 0
-        for name, digest in self._whole():
-            named = f"{digest.hex} {name}".encode("utf-8", "surrogatepass")
-            total += int.from_bytes(hashlib.blake2b(named, digest_size=16).digest(), "little")
-        return f"{total % 2**128:032x}"
+        return digest_of_all(self._whole())
 
     def differences(self, other: ModelDigest | Mapping[str, str]) -> list[str]:
         """Return the names of tensors that differ, or that one of the two lacks, in order."""

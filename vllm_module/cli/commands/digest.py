@@ -44,8 +44,7 @@ def digest(
 
         load_model_code(weights.model_code)
     from vllm_module.weights.digests import digest_of_all, digest_weight
-    from vllm_module.weights.pairs import open_weights
-    from vllm_module.weights.source import find_source
+    from vllm_module.weights.source import find_source, open_weights
 
     found = find_source(
         source,
