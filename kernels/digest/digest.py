@@ -27,7 +27,7 @@ from vllm_module.kernels.digest.boxes import as_integers, check_box, matrices
 from vllm_module.kernels.digest.keys import CHUNK, CHUNK_BYTES, WORD, chunk_keys, column_keys
 from vllm_module.kernels.digest.on_device import add_matrix_triton
 
-_PIECE = 2**16  # elements by index that are summed at once
+_PIECE = 2**14  # elements by index at once, few enough for torch not to wait for other threads
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _COMPILED = 2**24  # bytes of a matrix for which compiling once is worth it
 _COMPILED_BATCH = 2**18  # words
 
 
-class Part(NamedTuple):
+class ColumnRange(NamedTuple):
     """Columns of a matrix: a part of one chunk, or whole chunks."""
 
     first: int  # column of the tensor
@@ -47,7 +47,7 @@ def add_matrix(matrix: Matrix) -> torch.Tensor:
     return torch.stack(sums).sum(0)
 
 
-def _tasks(matrix: Matrix) -> Iterator[tuple[Matrix, Part]]:
+def _tasks(matrix: Matrix) -> Iterator[tuple[Matrix, ColumnRange]]:
     rows, columns = matrix.values.shape
     itemsize = matrix.values.dtype.itemsize
     for part in _parts(matrix.first_column, columns, itemsize):
@@ -59,7 +59,7 @@ def _tasks(matrix: Matrix) -> Iterator[tuple[Matrix, Part]]:
             yield matrix._replace(values=values, first_row=first), part
 
 
-def _parts(first: int, columns: int, itemsize: int) -> Iterator[Part]:
+def _parts(first: int, columns: int, itemsize: int) -> Iterator[ColumnRange]:
     """Cut columns at the edges of chunks; whole chunks stay together up to the size of a task."""
     width, end = CHUNK_BYTES // itemsize, first + columns
     while first < end:
@@ -68,11 +68,11 @@ def _parts(first: int, columns: int, itemsize: int) -> Iterator[Part]:
         if stop - first == width:
             chunks = min((end - first) // width, _TASK // CHUNK)
             stop = first + chunks * width
-        yield Part(first, stop - first, chunks)
+        yield ColumnRange(first, stop - first, chunks)
         first = stop
 
 
-def _add(task: tuple[Matrix, Part, Multiply | None]) -> torch.Tensor:
+def _add(task: tuple[Matrix, ColumnRange, Multiply | None]) -> torch.Tensor:
     """Return the two sums of a part of a matrix."""
     matrix, part, compiled = task
     rows, itemsize = len(matrix.values), matrix.values.dtype.itemsize
