@@ -30,6 +30,8 @@ def test_a_right_checkpoint_agrees(run: Run, folder: Path, tp_size: int) -> None
     assert found["agrees"]
     assert (found["tensor_parallel_size"], found["tolerance"]) == (tp_size, 1e-3)
     assert len(found["prompts"]) == 3
+    stored = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
+    assert found["weights"] == {"compared": len(stored), "different": []}
     for each in found["prompts"]:
         assert len(each["ids"]) == 6
         assert each["difference"] < 1e-4
@@ -69,6 +71,7 @@ def test_a_tensor_that_is_loaded_wrong_is_told(
     monkeypatch.setattr(Qwen3ForCausalLM, "process_weights_after_loading", permuted)
     result = run("check", folder, *PRECISE, "--json")
     assert result.code == 1
+    assert result.json["weights"]["different"] == ["lm_head.weight"]
     for each in result.json["prompts"]:
         position, own, theirs = each["first_other"]
         assert position == len(each["prompt_ids"])

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import LLM
+from vllm_module import LLM, SamplingParams
 from vllm_module.core.digests import ModelDigest
-from vllm_module.errors import WeightReadError
+from vllm_module.errors import ModelNotReadyError, WeightReadError
 from vllm_module.testing import random_weights
 
 CONFIG = {
@@ -95,3 +95,19 @@ def test_updates_in_any_order_give_the_digest_of_a_fresh_load(folder: Path) -> N
             llm.digest()
         llm.update_weights(other)
         assert llm.digest().differences(changed) == []
+
+
+def test_an_update_is_compared_with_the_digests_it_should_have(folder: Path) -> None:
+    """An engine whose weights are not what was meant stops, and goes on after the right ones."""
+    weights = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    digests = stored(folder)
+    with engine(folder) as llm:
+        llm.update_weights(weights, digests=digests)
+        name = "model.layers.1.self_attn.k_proj.weight"
+        wrong = {**weights, name: weights[name].roll(1, 0)}
+        with pytest.raises(WeightReadError, match=r"layers\.1\.self_attn\.k_proj\.weight: send"):
+            llm.update_weights(wrong, digests=digests)
+        with pytest.raises(ModelNotReadyError, match="digests"):
+            llm.generate([[1, 2]])
+        llm.update_weights(weights, digests=digests)
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].outputs

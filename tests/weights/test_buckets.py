@@ -32,7 +32,7 @@ from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
 from vllm_module.quantization import ONLINE, EightBitMethod
-from vllm_module.weights import open_checkpoint, receive_weights, send_weights
+from vllm_module.weights import buckets, open_checkpoint, receive_weights, send_weights
 
 SIZE = 3
 TIMEOUT = 3600.0  # of the groups, in seconds: a rank that waits that long is killed first
@@ -210,6 +210,29 @@ class Rank:
             assert list(received) == list(kinds)
             wrong += [name for name, tensor in kinds.items() if not same(tensor, received[name])]
         return {"wrong": wrong, "count": len(kinds)}
+
+    def case_kinds_with_digests(self) -> Any:
+        kinds = tensors_of_all_kinds()
+        if self.number == 0:
+            return send_weights(kinds, bucket_bytes=700, digests=True)
+        received = self.collect()
+        return [name for name, tensor in kinds.items() if not same(tensor, received[name])]
+
+    def case_damaged_on_the_way(self) -> Any:
+        if self.number == 0:
+            return send_weights(PAIRS, bucket_bytes=48, digests=True)
+        carry = buckets._Transfer.carry
+
+        def damaged(transfer: Any, coming: Any) -> None:
+            carry(transfer, coming)
+            if self.number == 2:
+                transfer.memory[19] ^= 64  # of the second tensor of each bucket
+
+        buckets._Transfer.carry = damaged  # type: ignore[method-assign]
+        try:
+            return list(self.collect())
+        finally:
+            buckets._Transfer.carry = carry  # type: ignore[method-assign]
 
     def case_one_memory(self) -> Any:
         made: list[weakref.ref[torch.Tensor]] = []
@@ -542,6 +565,17 @@ def test_every_dtype_and_form_arrives(ran: Ran) -> None:
     count = len(tensors_of_all_kinds())
     assert count > 100
     assert ran("all kinds")[1:] == [{"returned": {"wrong": [], "count": count}}] * 2
+
+
+def test_digests_are_sent_with_tensors(ran: Ran) -> None:
+    """Every dtype and form has the digest that was sent; a tensor that was damaged is named."""
+    assert ran("kinds with digests") == [{"returned": None}] + [{"returned": []}] * 2
+    *others, damaged = ran("damaged on the way")
+    assert damaged["raised"] == "WeightReadError"
+    assert damaged["message"].startswith("t1: rank 2 of 3 (this one) has received the digest")
+    for note in others:
+        assert (note["raised"], note["ranks"]) == ("RankError", [2])
+        assert note["message"].startswith("rank 2 of 3 failed: WeightReadError: t1: ")
 
 
 def test_one_bucket_of_memory_is_used_again(ran: Ran) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from vllm_module.base.messages import describe_error, install, printable
 from vllm_module.cli.output import CommandError, plural
+from vllm_module.core.fit import converts
 from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.weights.digests import digest_weight
 
 if TYPE_CHECKING:
     from vllm_module.runtime.llm import LLM
@@ -69,6 +71,41 @@ def generated(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Reque
         if output.error:
             raise CommandError(f"a prompt of {len(output.prompt_token_ids)} tokens: {output.error}")
     return outputs
+
+
+class ComparedWeights(NamedTuple):
+    """The tensors of a checkpoint that an engine holds as they are stored, or cast.
+
+    Attributes:
+        compared: how many have the same name and shape in both, and the same kind of dtype.
+        different: the names of those that have other values in the engine.
+
+    """
+
+    compared: int
+    different: list[str]
+
+
+def compare_weights(llm: LLM) -> ComparedWeights:
+    """Compare digests of what the engine's ranks hold with those of the files, read again.
+
+    Tensors that loading quantizes or renames have no digest in common.
+    """
+    digest = llm.digest()
+    tensors = digest.tensors
+    compared, different = 0, []
+    with llm.source.open() as checkpoint:
+        for name, weight in checkpoint.items():
+            boxes = digest.boxes.get(name)
+            held = next(iter(boxes.values())) if boxes else None
+            if held is None or held.shape != tuple(weight.shape):
+                continue
+            if held.dtype != weight.dtype and not (converts(held.dtype) and converts(weight.dtype)):
+                continue
+            compared += 1
+            if tensors[name] != digest_weight(weight, held.dtype).hex:
+                different.append(name)
+    return ComparedWeights(compared, different)
 
 
 def transformers_library() -> Any:

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from vllm_module.base.messages import describe_error, shorten
+from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.core.digests import ModelDigest, digest_of
-from vllm_module.errors import ModelNotReadyError
+from vllm_module.core.report import fold
+from vllm_module.errors import ModelNotReadyError, WeightReadError
 from vllm_module.runtime.arguments import known_arguments
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
@@ -24,7 +25,12 @@ class WeightMethods:
     engine: Engine
     executor: Executor
 
-    def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
+    def update_weights(
+        self,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        *,
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
         """Update weights of the running model in place, between two steps.
 
         Running requests keep the keys and values that are already computed. An update that is
@@ -34,8 +40,12 @@ class WeightMethods:
 
         An engine that sleeps at level 2 needs a whole checkpoint, and is awake afterwards.
 
+        ``digests`` are those that tensors should have afterwards, by the names of :meth:`digest`.
+        If one has another, the engine refuses to run, as after an update that failed.
+
         Raises:
             WeightLoadError: the model refuses the weights.
+            WeightReadError: a tensor has another digest afterwards.
             RuntimeError: the engine sleeps, and has its weights in host memory.
 
         """
@@ -43,7 +53,32 @@ class WeightMethods:
             self.executor.check()
             if self.executor.asleep == 1:
                 raise RuntimeError("the engine sleeps: wake_up() first")
-            self._change("an update of the weights", self.executor.update_weights, weights)
+            self._change("an update of the weights", self._update, weights, digests)
+
+    def _update(
+        self,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        digests: Mapping[str, str] | None,
+    ) -> None:
+        self.executor.update_weights(weights)
+        if digests is None:
+            return
+        try:
+            held = self._digest().tensors
+        except ValueError as error:
+            self.executor.refusal = describe_error(error)
+            raise
+        wrong = [name for name, digest in digests.items() if held.get(name) != digest]
+        if wrong:
+            self.executor.refusal = (
+                "after an update of the weights, the engine does not have the digests that it "
+                f"should have of {', '.join(map(printable_name, fold(wrong)))}: send a whole "
+                "checkpoint, or call reload_weights()"
+            )
+            raise WeightReadError(self.executor.refusal)
+
+    def _digest(self) -> ModelDigest:
+        return sum(self.executor.apply_model(digest_of), start=ModelDigest())
 
     def sleep(self, level: int = 1, **options: Any) -> None:
         """Free the memory of the weights and the KV cache, until :meth:`wake_up`.
@@ -137,7 +172,8 @@ class WeightMethods:
         Names are those of :meth:`vLLMModule.expected_weights`, and digests those that ``vllm-module
         digest`` prints of a checkpoint of the same dtypes.
         """
-        return sum(self.apply_model(digest_of), start=ModelDigest())
+        with self.engine.alone():
+            return self._digest()
 
     def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
         try:

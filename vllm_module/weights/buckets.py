@@ -20,6 +20,7 @@ import torch.distributed as dist
 from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.base.waiting import interruptibly
 from vllm_module.errors import RankError, WeightReadError
+from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.weights.handle import Weight, read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
@@ -36,6 +37,7 @@ def send_weights(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 64 << 20,
     device: torch.device | str | None = None,
+    digests: bool = False,
     also: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None,
 ) -> None:
     """Send ``weights`` to all other ranks of ``group``, each of which calls `receive_weights`.
@@ -50,6 +52,8 @@ def send_weights(
             is a bucket of its own.
         device: device of the bucket, the same on all ranks: by default the CPU if the
             group's backend can send its memory, else the current CUDA device.
+        digests: send the digest of each tensor, which receivers compare with what has come: a copy
+            more on each rank, about.
         also: a function that takes every pair that is sent, as the block of `receive_weights` does.
             If the sender has a model too, pass its ``model.update_weights``.
 
@@ -66,7 +70,7 @@ def send_weights(
     """
     transfer = _Transfer(None, group, device)
     with transfer.telling():
-        sent = transfer.sent(weights, bucket_bytes)
+        sent = transfer.sent(weights, bucket_bytes, digests)
         if also is not None:
             also(sent)
             if next(sent, None) is not None:
@@ -92,7 +96,8 @@ def receive_weights(
     ranks and raised here unchanged. Leaving the block waits for the other receivers.
 
     Raises, in the iterator or on leaving the block:
-        WeightReadError: the trainer failed; its message is in it.
+        WeightReadError: the trainer failed; its message is in it. Or a tensor has another digest
+            than was sent.
         RankError: as in `send_weights`; also on a rank that left its block too early.
 
     """
@@ -111,12 +116,13 @@ def receive_weights(
 
 
 class _Entry(NamedTuple):
-    """The place of a tensor in the bucket, with its name, dtype and shape."""
+    """The place of a tensor in the bucket, with its name, dtype and shape, and digest if wanted."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    digest: str | None = None
 
 
 class _Coming(NamedTuple):
@@ -199,14 +205,24 @@ class _Transfer:
         while (coming := self.meet()) is not None:
             self.carry(coming)
             for entry in coming.entries:
-                yield entry.name, self._place(entry)
+                tensor = self._place(entry)
+                if entry.digest is not None and (got := digest_box(tensor).hex) != entry.digest:
+                    raise WeightReadError(
+                        f"{printable_name(entry.name)}: {self._name(self.rank)} has received the "
+                        f"digest {got}, and {entry.digest} was sent: it was damaged on the way, so "
+                        "send it again"
+                    )
+                yield entry.name, tensor
         self.ended = True
 
     def sent(
-        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], bucket_bytes: int
+        self,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        bucket_bytes: int,
+        digests: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Send bucket by bucket, and yield the pairs of each."""
-        for coming in self.packed(weights, bucket_bytes):
+        for coming in self.packed(weights, bucket_bytes, digests):
             self.meet(coming=coming)
             self.carry(coming)
             for entry in coming.entries:
@@ -214,7 +230,10 @@ class _Transfer:
         self.meet()  # tell the receivers that no bucket follows
 
     def packed(
-        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], bucket_bytes: int
+        self,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        bucket_bytes: int,
+        digests: bool = False,
     ) -> Iterator[_Coming]:
         """Pack tensors into the bucket; yield its description each time it is full."""
         if bucket_bytes < 1:
@@ -237,6 +256,9 @@ class _Transfer:
             # A plain str: the others may not know its subclass.
             entry = _Entry(str.__str__(name), weight.dtype, tuple(shape), start)
             self._read(weight, entry)
+            if digests:  # of the source: what packs it may be wrong too
+                source = weight if isinstance(weight, torch.Tensor) else self._place(entry)
+                entry = entry._replace(digest=digest_box(source).hex)
             entries.append(entry)
             end = start + nbytes
             del weight  # or it would be in memory while the source makes the next

@@ -13,13 +13,16 @@ from vllm_module.weights.handle import Weight
 _PIECE = 2**26  # bytes that are read at once
 
 
-def digest_weight(weight: Weight) -> Digest:
-    """Return the digest of a whole tensor, and hold one piece of 64 MiB of it at a time."""
+def digest_weight(weight: Weight, dtype: torch.dtype | None = None) -> Digest:
+    """Return the digest of a whole tensor, and hold one piece of 64 MiB of it at a time.
+
+    With a ``dtype``, it is of the values cast to that.
+    """
     shape = tuple(weight.shape)
-    total = Digest(weight.dtype, shape)
+    total = Digest(dtype or weight.dtype, shape)
     for piece, starts in _pieces(weight, (0,) * len(shape)):
         values = piece if isinstance(piece, torch.Tensor) else piece.read()
-        total += digest_box(values, starts, shape)
+        total += digest_box(values if dtype is None else values.to(dtype), starts, shape)
     return total
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_module.base.messages import printable
+from vllm_module.base.messages import printable, printable_name
 from vllm_module.cli.options import (
     DeviceOptions,
     DTypeOptions,
@@ -68,13 +68,15 @@ def check(
     be another one where the two are equally probable, up to the tolerance. Float32 shows mistakes
     that 16 bits hide. Without a tokenizer, prompts of token ids are made up. The exit code is 1 if
     a prompt differs. Both read the same files: values that are wrong in them are wrong on both
-    sides.
+    sides. So that nothing else is, the engine's weights are compared with the files by digests.
 
     JSON keys: checkpoint; model_impl; transformers (its version); dtype; device;
     tensor_parallel_size; tolerance; agrees; prompts, one each (prompt or null, prompt_ids, ids,
     difference: the largest of logprobs, worst: the position of its token, the prompt's first at 0;
     others: tokens that are not transformers' first choice, gap: how far the first of them is below
-    it, first_other: its position, its id and the id of transformers' choice, or null; agrees).
+    it, first_other: its position, its id and the id of transformers' choice, or null; agrees);
+    weights (compared: how many tensors the engine holds that loading does not quantize or rename,
+    different: the names of those with other values).
     """
     with working("importing transformers") if is_first_rank() else nullcontext():
         from vllm_module.cli.comparison import transformers_library
@@ -89,7 +91,13 @@ def check(
         devices,
         max_model_len=max_model_len,
     ) as llm:
-        from vllm_module.cli.comparison import TOLERANCES, compare, generated, transformers_model
+        from vllm_module.cli.comparison import (
+            TOLERANCES,
+            compare,
+            compare_weights,
+            generated,
+            transformers_model,
+        )
         from vllm_module.cli.implementation import impl_of
         from vllm_module.cli.tensor_plan import dtype_name
 
@@ -108,6 +116,8 @@ def check(
             rows, named = [llm.tokenizer.encode(text) for text in texts], [*texts]
         with working("generating"):
             outputs = generated(llm, rows, tokens)
+        with working("comparing weights with the files"):
+            weights = compare_weights(llm)
     passes = TOLERANCES.get(model_dtype, 1e-3) if tolerance is None else tolerance
     with (
         working("loading by transformers"),
@@ -115,6 +125,7 @@ def check(
     ):
         found = [compare(peer, output) for output in outputs]
     agrees = [each.agrees(passes) for each in found]
+    right = all(agrees) and not weights.different
     if as_json:
         print_json(
             {
@@ -125,10 +136,11 @@ def check(
                 "device": model_device,
                 "tensor_parallel_size": size,
                 "tolerance": passes,
-                "agrees": all(agrees),
+                "agrees": right,
+                "weights": weights._asdict(),
                 "prompts": [
-                    vars(each) | {"prompt": text, "agrees": right}
-                    for text, each, right in zip(named, found, agrees, strict=True)
+                    vars(each) | {"prompt": text, "agrees": agreeing}
+                    for text, each, agreeing in zip(named, found, agrees, strict=True)
                 ],
             }
         )
@@ -140,12 +152,17 @@ def check(
         print_text(out, f"model_impl: {impl}")
         if no_text:
             print_text(out, f"prompts are made up: {no_text}")
+        from vllm_module.core.report import fold
+
+        shown = ", ".join(map(printable_name, fold(weights.different)))
+        differ = f"DIFFER: {shown}" if shown else "are bit for bit those of the files"
+        out.print(f"{plural(weights.compared, 'tensor')} that loading does not quantize {differ}")
         out.print()
-        for text, each, right in zip(named, found, agrees, strict=True):
+        for text, each, agreeing in zip(named, found, agrees, strict=True):
             out.print(f"{text!r}" if text else f"token ids {each.prompt_ids}", style="bold")
             same = len(each.ids) - each.others
             out.print(
-                f"  {'agrees' if right else 'DIFFERS'}: logprobs differ by at most "
+                f"  {'agrees' if agreeing else 'DIFFERS'}: logprobs differ by at most "
                 f"{each.difference:.2g} (allowed {passes:g}), at position {each.worst}; {same} of "
                 f"{plural(len(each.ids), 'token')} are transformers' first choice"
             )
@@ -157,5 +174,5 @@ def check(
                 )
         out.print()
         out.print(f"{sum(agrees)} of {plural(len(agrees), 'prompt')} agree")
-    if not all(agrees):
+    if not right:
         raise typer.Exit(1)
