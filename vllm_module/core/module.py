@@ -86,14 +86,19 @@ class vLLMModule(nn.Module):
             self._route(weights, Planner.current())
             return set()
         with loading(self, weights) as planner, planner.names_of(self) as names:
-            for group in planner.groups(self, weights):  # one, or of a stream one for each pair
-                self._hand_on(group, planner)
+            for group in planner.groups(self, weights):
+                self._route(group, planner)
         return names
 
     def _route(self, weights: Group, planner: Planner) -> None:
         """Hand each name to the child, tensor or rule that it leads to."""
-        node, groups = weights.node, dict[str, Group]()  # by child: slots of a fused one share it
+        node = weights.node
+        if isinstance(node.module, vLLMModule) and node.module is not self:
+            node.module.load_weights(weights)
+            return
+        # A plain module, such as nn.ModuleList, is routed for by the one above it.
         routes = routes_of(node)
+        groups: dict[str, Group] = {}  # by child, all slots of one together
         for name, weight, full_name in weights:
             route, rest = find(routes, name)
             if isinstance(route, Child):
@@ -103,20 +108,10 @@ class vLLMModule(nn.Module):
                 group.append((route.prefix + rest, weight, full_name))
             elif isinstance(route, Skip):
                 planner.skip(full_name, route.reason)
-            elif route is None:  # nothing is declared by this name: the report says so
-                planner.fill(full_name, weight, node.location(name))
-            else:  # a tensor; behind the name of a slot, the rest is the tensor's
+            else:  # a tensor, or nothing that is declared, which is refused as a tensor that lacks
                 planner.fill(full_name, weight, node.location(route.attr or rest), route.slot)
         for group in groups.values():
-            self._hand_on(group, planner)
-
-    def _hand_on(self, weights: Group, planner: Planner) -> None:
-        """Call ``load_weights`` of the module that the group is for."""
-        module = weights.node.module
-        if isinstance(module, vLLMModule) and module is not self:
-            module.load_weights(weights)
-        else:  # a plain module, such as nn.ModuleList, is routed for by the one above it
-            self._route(weights, planner)
+            self._route(group, planner)
 
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
         """Return the values of a slot of tensor ``name`` for a checkpoint that lacks it.

@@ -159,14 +159,15 @@ class Planner:
             named = (pair for pair in pairs if self._is_named(node, pair))
             yield Group(node, [(n, weight, self._full_name(node, n)) for n, weight in named])
             return
+        reached = {"": node}
         for pair in pairs:
             if not self._is_named(node, pair):
                 continue
-            waiting = len(self.fills)
             name, weight = pair
-            holder, rest = _follow(node, name)
-            group = Group(holder, ((rest, weight, self._full_name(node, name)),))
             del pair  # or its tensor would be in memory while the source makes the next
+            waiting = len(self.fills)
+            holder, rest = _follow(reached, name)
+            group = Group(holder, ((rest, weight, self._full_name(node, name)),))
             yield group
             # A handle can wait until everything is checked; a tensor holds memory.
             if self._arrived is not None and isinstance(weight, torch.Tensor):
@@ -380,18 +381,30 @@ def planning(
             planner.top.forget_below()
 
 
-def _follow(node: Node, name: str) -> tuple[Node, str]:
-    """Return the module below ``node`` that ``name`` leads to, and the name that it gets.
+def _follow(reached: dict[str, Node], name: str) -> tuple[Node, str]:
+    """Return the module that ``name`` leads to, and the name that it gets.
 
-    It has the tensor or the rule, or overrides ``load_weights``, or it lacks the name.
+    It has the tensor or the rule, or overrides ``load_weights``, or it lacks the name. What earlier
+    names have ``reached`` is kept by the components that led there, each that of a child.
     """
-    while True:
-        route, rest = find(routes_of(node), name)
+    end = name.rfind(".") + 1
+    while (node := reached.get(name[:end])) is None:
+        end = name.rfind(".", 0, end - 1) + 1
+    rest, by_child = name[end:], True
+    while node.module._modules:
+        routes = routes_of(node)
+        route, below = find(routes, rest)
         if not isinstance(route, Child):
-            return node, name
-        node, name = node.child(route.attr), route.prefix + rest
+            break
+        node = node.child(route.attr)
+        # Where a longer name is declared, what follows decides, too.
+        by_child = by_child and not route.prefix and routes.get(rest[: -len(below)]) is route
+        rest = route.prefix + below
         if node.overrides:
-            return node, name
+            break
+        if by_child:
+            reached[name[: -len(below)]] = node
+    return node, rest
 
 
 def _described(value: object) -> str:
