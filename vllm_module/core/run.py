@@ -91,6 +91,7 @@ class Run:
         self.written = False
         self.overwritten: dict[Location, None] = {}
         self.failure: BaseException | None = None
+        self._refuses_nan = not getattr(root, "allow_nan", False)
         self._reader: Reader | None = None
         self._opened = ExitStack()  # the reader, until the run ends
         self._allocation = Allocation(partial=partial)
@@ -125,26 +126,22 @@ class Run:
     def fill(self, fills: Sequence[Fill], waiting: Sequence[Fill] = ()) -> None:
         """Read ``fills``, which are in reading order, while others are still ``waiting``."""
         try:
-            if any(fill.tied_to is not None for fill in fills):
-                fills = _compared(fills, waiting)
-            with torch.no_grad():
-                if not self._allow_nan:
-                    refuse_nan(fills)
-                if fills and not self.written:
-                    guard(self.root)  # no forward pass meanwhile
-                    self.written = True
-                if len(fills) == 1:  # of a stream
-                    self._fill_together(fills)
-                else:
-                    for _, group in groupby(fills, _together):
-                        self._fill_together([*group])
+            fills = _compared(fills, waiting)
+            if self._refuses_nan:
+                refuse_nan(fills)
+            if fills and not self.written:
+                guard(self.root)  # no forward pass meanwhile
+                self.written = True
+            for _, group in groupby(fills, _together) if len(fills) > 1 else ((None, fills),):
+                together = [*group]
+                jobs = self._jobs(together)
+                for first in jobs:  # tensors in memory are copied on the way to it
+                    self._opened_reader().read(chain((first,), jobs))
+                self._process_filled(together)
         except BaseException as error:
             self.failure = error  # an override that catches it does not make the load whole
+            self._reader = None  # which reads no more
             raise
-
-    @property
-    def _allow_nan(self) -> bool:
-        return getattr(self.root, "allow_nan", False)
 
     def undo(self) -> None:
         """Put what was allocated back on the meta device."""
@@ -152,27 +149,14 @@ class Run:
 
     # Bytes
 
-    def _fill_together(self, fills: Sequence[Fill]) -> None:
+    def _opened_reader(self) -> Reader:
         if self._reader is None:
             self._reader = self._opened.enter_context(Readers(state_of(self.root).device))
-        try:
-            jobs = self._jobs(fills, self._reader)
-            for first in jobs:  # tensors in memory are copied on the way to it
-                self._reader.read(chain((first,), jobs))
-        except BaseException:
-            self._reader = None  # which reads no more
-            raise
-        complete: dict[nn.Module, Node] = {}
-        for fill in fills:
-            self._mark_filled(fill, complete)
-        for module, node in complete.items():
-            if is_complete(module):
-                self._process(node)
-        # After processing, whose refusals say more of the scales of quantized weights.
-        if not self._allow_nan:
-            refuse_nan_read(fills)
+        return self._reader
 
-    def _jobs(self, fills: Sequence[Fill], reader: Reader) -> Iterator[tuple[Handle, Destination]]:
+    def _jobs(self, fills: Sequence[Fill]) -> Iterator[tuple[Handle, Destination]]:
+        """Allocate what is filled; copy tensors in memory, and yield the jobs of a reader."""
+        reader = self._opened_reader()
         for fill in fills:
             location = fill.location
             target = self._targets.get(location)
@@ -213,22 +197,30 @@ class Run:
                 target.alone.append((owner, local))
         return target
 
-    def _mark_filled(self, fill: Fill, complete: dict[nn.Module, Node]) -> None:
-        """Note that slots hold values; add the modules that now have all of theirs."""
-        target, slots = self._targets[fill.location], fill.slots
-        for loaded in target.loaded:
-            loaded.update(slots)
-        for owner, local in target.alone:
-            if owner.module not in self._unfilled:
-                self._unfilled[owner.module] = own_slots(owner.module)
-            unfilled = self._unfilled[owner.module]
-            if local in unfilled:
-                unfilled[local].difference_update(slots)
-            if not any(unfilled.values()):
-                del self._unfilled[owner.module]
-                complete[owner.module] = owner
-
     # Processing
+
+    def _process_filled(self, fills: Sequence[Fill]) -> None:
+        """Note that slots hold values, and process the modules that now have all of theirs."""
+        complete: dict[nn.Module, Node] = {}
+        for fill in fills:
+            target, slots = self._targets[fill.location], fill.slots
+            for loaded in target.loaded:
+                loaded.update(slots)
+            for owner, local in target.alone:
+                unfilled = self._unfilled.get(owner.module)
+                if unfilled is None:
+                    unfilled = self._unfilled[owner.module] = own_slots(owner.module)
+                if local in unfilled:
+                    unfilled[local].difference_update(slots)
+                if not any(unfilled.values()):
+                    del self._unfilled[owner.module]
+                    complete[owner.module] = owner
+        for module, node in complete.items():
+            if is_complete(module):
+                self._process(node)
+        # After processing, whose refusals say more of the scales of quantized weights.
+        if self._refuses_nan:
+            refuse_nan_read(fills)
 
     def _process_rest(self) -> None:
         """Process, inner modules first, what this run has changed and not processed yet."""
@@ -258,9 +250,8 @@ class Run:
         module: Any = node.module
         self._processed.add(module)
         try:
-            with torch.no_grad():
-                for step in module.processing():
-                    step()
+            for step in module.processing():
+                step()
         except WeightLoadError as error:
             error.args = (f"{node.path}{error}",)
             raise
@@ -337,7 +328,7 @@ def _undone_if_broken(run: Run, made: Planner | LoadPlan) -> Iterator[None]:
     """Undo what the block has done if it raises, and let no half-written model run."""
     was_ready = state_of(run.root).guard is None
     try:
-        with run:  # whose reader releases its memory before the tensors' is
+        with run, torch.no_grad():  # the run's reader releases its memory before the tensors' is
             yield
         if run.partial and was_ready:
             unguard(run.root)
@@ -377,9 +368,11 @@ def _compared(fills: Sequence[Fill], waiting: Sequence[Fill]) -> Sequence[Fill]:
 
     A handle that waits will be read for the tensor that is tied to it.
     """
-    for fill in fills:
-        if fill.tied_to is not None:
-            fill.check_tied((*waiting, *fills))
+    tied = [fill for fill in fills if fill.tied_to is not None]
+    if not tied:
+        return fills
+    for fill in tied:
+        fill.check_tied((*waiting, *fills))
     names = {fill.name for fill in waiting}
     return [fill for fill in fills if fill.tied_to not in names]
 
