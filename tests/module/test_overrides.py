@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_module import WeightLoadError, vLLMModule
-from vllm_module.core.planner import Renamed
+from vllm_module.core.given import Renamed
 from vllm_module.errors import MissingWeightError, ModelNotReadyError
 from vllm_module.layers import RMSNorm
 from vllm_module.testing.checkpoints import assert_same_state, state

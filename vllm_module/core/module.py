@@ -24,8 +24,9 @@ from torch import nn
 from vllm_module.base.garbage import paused_gc
 from vllm_module.core import state, tree
 from vllm_module.core.conversions import Conversion
+from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
-from vllm_module.core.planner import Group, Planner, Weights, planning
+from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import LoadReport
 from vllm_module.core.routes import Child, Skip, find, routes_of
 from vllm_module.core.run import loading
@@ -234,7 +235,7 @@ def _within_load(override: Any) -> Any:
     def load_weights(self: vLLMModule, weights: Weights) -> set[str]:
         with loading(self, weights) as planner, planner.names_of(self) as names:
             # Overrides get plain pairs: only the base class may see a Group.
-            pairs = planner.pairs_of(weights) if isinstance(weights, Group) else weights
+            pairs = planner.names.give(weights) if isinstance(weights, Group) else weights
             pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
             if isinstance(override(self, pairs), GeneratorType):
                 raise TypeError(f"{type(self).__name__}.load_weights must not be a generator")

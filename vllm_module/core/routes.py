@@ -67,7 +67,7 @@ def find(routes: Routes, name: str) -> tuple[Route, str]:
 
     Without one, the whole name is taken for that of a tensor, which the module does not have.
     """
-    found: tuple[Route, str] = _UNDECLARED, name
+    found: tuple[Any, str] = _UNDECLARED, name
     component, dot, rest = name.partition(".")
     route = routes.get(component + dot)
     while isinstance(route, dict):

@@ -19,8 +19,9 @@ from vllm_module.base.messages import printable, printable_name
 from vllm_module.core.allocation import Allocation
 from vllm_module.core.fill import Fill, refuse_nan, refuse_nan_read
 from vllm_module.core.fit import misfit, not_zeros
+from vllm_module.core.given import Weights
 from vllm_module.core.plan import LoadPlan
-from vllm_module.core.planner import Planner, Weights, planning
+from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import Problem, fold, outcome
 from vllm_module.core.state import (
     allow_to_run,
@@ -289,12 +290,12 @@ def loading(
         yield planner
         return
     run = Run(module, partial=partial)
-    with planning(module, weights, partial=partial, arrived=run.fill) as planner:
+    with planning(module, weights, arrived=run.fill) as planner:
         run.top = planner.top
         with _undone_if_broken(run, planner):
             with paused_gc(isinstance(weights, Collection)):
                 yield planner
-            run.execute(planner.plan(), open_reader)
+            run.execute(planner.plan(partial=partial), open_reader)
 
 
 def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:

@@ -167,7 +167,8 @@ class Location:
 
     Attributes:
         path: the full name of the tensor in the tree.
-        claims: the first name for each slot, while a plan is made; ``None`` until one leads here.
+        claims: while a plan is made, the names for each slot, of all places of the tensor, with the
+            paths that they lead to; ``None`` until a name leads here.
 
     """
 
@@ -176,7 +177,7 @@ class Location:
     def __init__(self, node: Node, attr: str) -> None:
         self.node, self.attr = node, attr
         self.path: str = node.path + attr
-        self.claims: dict[str, tuple[str, str]] | None = None
+        self.claims: dict[str, list[tuple[str, str]]] | None = None
 
     @property
     def local(self) -> str:
