@@ -156,7 +156,7 @@ def without_missing(raise_if_refused: Any, report: Any, *args: Any, **kwargs: An
 
 
 def without_missing_slots(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
-    root = Planner.current().top.module
+    root = Planner.current().tree.top.module
     loaded = [each for each in locations(root) if each.path in report.loaded]
     names = {each.stored_name(slot) for each in loaded for slot in slots_of(each.tensor)}
     report.missing[:] = [problem for problem in report.missing if problem.name not in names]
@@ -166,7 +166,7 @@ def without_missing_slots(raise_if_refused: Any, report: Any, *args: Any, **kwar
 def without_missing_experts(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
     dropped = {
         each.stored_name(slot)
-        for each in locations(Planner.current().top.module)
+        for each in locations(Planner.current().tree.top.module)
         for slot in slots_of(each.tensor)
         if not is_kept(each, slot)
     }
@@ -220,7 +220,7 @@ def read_as_it_comes(*, planning: bool) -> Callable[..., Iterator[Any]]:
     """Read each pair of a stream before the next, handles too: in plans, or in loads."""
 
     def faulty(groups: Any, planner: Planner, module: Any, weights: Any) -> Iterator[Any]:
-        arrived = planner._arrived or Run(planner.top.module).fill
+        arrived = planner._arrived or Run(planner.tree.top.module).fill
         for group in groups(planner, module, weights):
             waiting = len(planner.fills)
             yield group

@@ -8,9 +8,10 @@ processed. No ``load_weights`` is called, because the names are not a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import LoadReport, Problem, fold
 from vllm_module.core.run import OpenReader, Reader, execute, loading
-from vllm_module.core.tree import Node, held_locations
+from vllm_module.core.tree import Location, Node, walk
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError, WeightLoadError
 from vllm_module.parameters import BasevLLMParameter
@@ -100,7 +101,7 @@ def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     top = Node(module)
     try:
-        return {location.path: location.tensor for location in held_locations(top)}
+        return {location.path: location.tensor for location in _held_locations(top)}
     finally:
         top.forget_below()  # break a cycle that would keep the model alive
 
@@ -129,7 +130,7 @@ def plan_held(model: vLLMModule, held: Mapping[str, Weight]) -> LoadPlan:
     left, report, fills = dict(held), LoadReport(), []
     top = Node(model)
     try:
-        for location in held_locations(top):
+        for location in _held_locations(top):
             path, expected = location.path, location.tensor
             weight = left.pop(path, None)
             if weight is None:
@@ -149,6 +150,25 @@ def plan_held(model: vLLMModule, held: Mapping[str, Weight]) -> LoadPlan:
     detail = f"{type(model).__name__} has no parameter or buffer of this path"
     report.unexpected += [Problem(name, detail) for name in left]
     return LoadPlan(model, report, fills)
+
+
+def _held_locations(top: Node) -> Iterator[Location]:
+    """Yield where each parameter and persistent buffer below is: a tied tensor once.
+
+    What a conversion makes is among them. The nodes forget their conversions, because nothing is
+    converted where all of it is loaded as it is held.
+    """
+    seen: set[torch.Tensor] = set()
+    for node in walk(top):
+        node.conversions = {}
+        module = node.module
+        computed = module._non_persistent_buffers_set
+        named: list[tuple[str, Any]] = [*module._parameters.items()]
+        named += [each for each in module._buffers.items() if each[0] not in computed]
+        for attr, tensor in named:
+            if tensor is not None and tensor not in seen:
+                seen.add(tensor)
+                yield node.location(attr)
 
 
 def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> LoadPlan:

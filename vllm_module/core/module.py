@@ -174,7 +174,10 @@ class vLLMModule(nn.Module):
         What would be refused is in the plan's report, but for what only values show. An iterator is
         used up.
         """
-        with planning(self, weights) as planner, paused_gc(isinstance(weights, Collection)):
+        with (
+            planning(tree.Tree(self), weights) as planner,
+            paused_gc(isinstance(weights, Collection)),
+        ):
             self.load_weights(weights)  # adds to this plan
             return planner.plan()
 

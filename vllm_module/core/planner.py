@@ -22,7 +22,7 @@ from vllm_module.core.given import Group, Names, Weights, described, follow, ref
 from vllm_module.core.plan import LoadPlan, in_reading_order
 from vllm_module.core.report import LoadReport, Problem
 from vllm_module.core.state import in_progress
-from vllm_module.core.tree import Location, Node, modules_below, slots_of, stored_tensors, walk
+from vllm_module.core.tree import Location, Node, Tree, slots_of, stored_tensors
 from vllm_module.errors import WeightLoadError
 from vllm_module.weights import Weight
 
@@ -38,12 +38,12 @@ class Planner:
     """Collects what each name of a checkpoint fills, and the problems, for one plan.
 
     Args:
-        root: the module that is loaded, updated or planned.
+        tree: the module that is loaded, updated or planned, and all below it.
         arrived: takes each tensor of a stream at once, because it holds memory. Without it, the
             plan is all that is wanted: tensors need no data, and nothing is read.
 
     Attributes:
-        top: the root's node.
+        tree: the same.
         report: the report, which gets every name.
         fills: the fills that are not read yet, in the order of names.
         names: the names that overrides are given and pass on.
@@ -51,14 +51,14 @@ class Planner:
 
     """
 
-    def __init__(self, root: nn.Module, arrived: Arrived | None = None) -> None:
-        self.top = Node(root)
+    def __init__(self, tree: Tree, arrived: Arrived | None = None) -> None:
+        self.tree = tree
         self.report = LoadReport()
         self.fills: list[Fill] = []
         self.names = Names()
         self.folder: Path | None = None
         self._arrived = arrived
-        self._nodes = {root: self.top}  # of modules that may be called with weights
+        self._nodes = {tree.top.module: tree.top}  # of modules that may be called with weights
         self._paths: list[str] = []  # of tensors to fill, in the order of names
         # By tensor and slot, the names that fill it, each with the path that it leads to. A tied
         # tensor has several: the first is read, and the others are compared with it.
@@ -81,7 +81,8 @@ class Planner:
         if isinstance(weights, Group):
             planner._nodes[module] = weights.node
         elif module not in planner._nodes:  # an override calls its children, or one that it added
-            for node in walk(planner.top):
+            planner.tree.list_again()
+            for node in planner.tree.nodes:
                 planner._nodes.setdefault(node.module, node)
         return planner if module in planner._nodes else None
 
@@ -244,15 +245,15 @@ class Planner:
         if not partial:
             self._add_missing()
         fills = in_reading_order(self.fills)
-        return LoadPlan(self.top.module, self.report, fills, self.folder, self._zeros)
+        return LoadPlan(self.tree.top.module, self.report, fills, self.folder, self._zeros)
 
     def _add_missing(self) -> None:
         """Fill what no name fills with the layers' own values, or report it."""
-        modules = modules_below(self.top.module)
+        modules = self.tree.modules
         if not any(self._lacks(each) for module in modules for _, each in stored_tensors(module)):
             return
         reported = set()
-        for node in walk(self.top):
+        for node in self.tree.nodes:
             for attr, tensor in node.tensors():
                 if tensor in reported or not self._lacks(tensor):
                     continue
@@ -276,14 +277,14 @@ class Planner:
 
 
 @contextmanager
-def planning(module: Any, weights: Weights, *, arrived: Arrived | None = None) -> Iterator[Planner]:
-    """Yield a planner that every ``load_weights`` below ``module`` adds to while the block runs."""
+def planning(tree: Tree, weights: Weights, arrived: Arrived | None = None) -> Iterator[Planner]:
+    """Yield a planner that every ``load_weights`` of ``tree`` adds to while the block runs."""
     refuse_no_pairs(weights)
-    with in_progress(module):
-        planner = Planner(module, arrived)
+    with in_progress(tree.top.module):
+        planner = Planner(tree, arrived)
         token = _current.set(planner)
         try:
             yield planner
         finally:
             _current.reset(token)
-            planner.top.forget_below()
+            tree.top.forget_below()

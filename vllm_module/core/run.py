@@ -31,7 +31,7 @@ from vllm_module.core.state import (
     refuse_to_run,
     unguard,
 )
-from vllm_module.core.tree import Location, Node, modules_below, own_slots, state_of, walk
+from vllm_module.core.tree import Location, Node, Tree, own_slots, state_of
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.weights import Destination, Handle, Readers, TensorHandle, read_into
 
@@ -79,7 +79,7 @@ class Run:
         partial: whether the run may fill some slots and leave others, in memory that stays.
 
     Attributes:
-        top: the root's place in the tree.
+        tree: the root and all below it.
         written: whether anything was written to the model.
         overwritten: what had memory before.
         failure: what broke it.
@@ -88,16 +88,14 @@ class Run:
 
     def __init__(self, root: nn.Module, *, partial: bool = False) -> None:
         self.root, self.partial = root, partial
-        self.top = Node(root)
+        self.tree = Tree(root)
         self.written = False
         self.overwritten: dict[Location, None] = {}
         self.failure: BaseException | None = None
         self._refuses_nan = not getattr(root, "allow_nan", False)
         self._reader: Reader | None = None
         self._opened = ExitStack()  # the reader, until the run ends
-        self._allocation = Allocation(partial=partial)
-        self._tree: list[Node] | None = None  # of every module, once it was walked
-        self._below: list[nn.Module] | None = None  # the root and every module below
+        self._allocation = Allocation(self.tree, partial=partial)
         self._targets: dict[Location, _Target] = {}
         self._filled: dict[Node, None] = {}  # owners of tensors that this run fills
         self._unfilled: dict[nn.Module, dict[str, set[str]]] = {}  # of owners that wait to process
@@ -115,14 +113,14 @@ class Run:
         plan.report.raise_if_refused(name, touched=self.written, folder=plan.folder)
         if self.failure is not None:
             raise self.failure
-        self._tree = self._below = None  # an override may have added modules
+        self.tree.list_again()  # an override may have added modules
         if open_reader is not None:
             self._reader = self._opened.enter_context(open_reader(plan))
         self.fill(plan.fills)
         self._process_rest()
         state_of(self.root).report = plan.report
         if not self.partial:
-            allow_to_run(self._modules())
+            allow_to_run(self.tree.modules)
 
     def fill(self, fills: Sequence[Fill], waiting: Sequence[Fill] = ()) -> None:
         """Read ``fills``, which are in reading order, while others are still ``waiting``."""
@@ -180,12 +178,12 @@ class Run:
 
     def _target(self, location: Location) -> _Target:
         """Allocate the tensor at ``location`` if it is on meta, and find all who hold it."""
-        held = self._allocation.materialize(location, self._modules, self._walk)
+        held = self._allocation.materialize(location)
         state, local, holders = location.node.state, location.local, [location]
         # An update comes in many parts, and must not look for ties in the whole tree each time.
         loaded = state.loaded.get(local, set())
         if not self.partial or local in state.tied or not loaded.issuperset(location.slots):
-            holders = self._allocation.holders_of(location, self._modules, self._walk)
+            holders = self._allocation.holders_of(location)
         target = _Target(held, [], [])
         for holder in holders:
             owner, local = holder.node.owner, holder.local
@@ -228,8 +226,8 @@ class Run:
         nodes: Iterable[Node] = ()
         if self.partial:
             nodes = self._above_filled()
-        elif any(_processes(module) for module in self._modules()):
-            nodes = self._walk()
+        elif any(map(_processes, self.tree.modules)):
+            nodes = self.tree.nodes
         waiting = [
             node for node in nodes if _processes(node.module) and node.module not in self._processed
         ]
@@ -257,16 +255,6 @@ class Run:
             error.args = (f"{node.path}{error}",)
             raise
 
-    def _modules(self) -> list[nn.Module]:
-        if self._below is None:
-            self._below = modules_below(self.root)
-        return self._below
-
-    def _walk(self) -> list[Node]:
-        if self._tree is None:
-            self._tree = list(walk(self.top))
-        return self._tree
-
 
 @contextmanager
 def loading(
@@ -290,12 +278,10 @@ def loading(
         yield planner
         return
     run = Run(module, partial=partial)
-    with planning(module, weights, arrived=run.fill) as planner:
-        run.top = planner.top
-        with _undone_if_broken(run, planner):
-            with paused_gc(isinstance(weights, Collection)):
-                yield planner
-            run.execute(planner.plan(partial=partial), open_reader)
+    with planning(run.tree, weights, run.fill) as planner, _undone_if_broken(run, planner):
+        with paused_gc(isinstance(weights, Collection)):
+            yield planner
+        run.execute(planner.plan(partial=partial), open_reader)
 
 
 def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
@@ -309,7 +295,7 @@ def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
         with in_progress(plan.module), _undone_if_broken(run, plan):
             run.execute(plan, open_reader)
     finally:
-        run.top.forget_below()
+        run.tree.top.forget_below()
 
 
 def _check_values(plan: LoadPlan) -> None:
