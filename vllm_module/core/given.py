@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_module.base.messages import printable_name, shorten
 from vllm_module.core.report import Problem
-from vllm_module.core.routes import Child, find, routes_of
+from vllm_module.core.routes import Child, find, is_direct, routes_of
 from vllm_module.core.tree import Node
 from vllm_module.weights import Weight
 
@@ -129,8 +129,7 @@ def follow(reached: dict[str, Node], name: str) -> tuple[Node, str]:
         if not isinstance(route, Child):
             break
         node = node.child(route.attr)
-        # Where a longer name is declared, what follows decides, too.
-        by_child = by_child and not route.prefix and routes.get(rest[: -len(below)]) is route
+        by_child = by_child and is_direct(routes, rest[: -len(below)])
         rest = route.prefix + below
         if node.overrides:
             break

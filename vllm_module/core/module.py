@@ -28,7 +28,7 @@ from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import LoadReport
-from vllm_module.core.routes import Child, Skip, find, routes_of
+from vllm_module.core.routes import Child, Skip, find, is_direct, routes_of
 from vllm_module.core.run import loading
 
 
@@ -99,17 +99,25 @@ class vLLMModule(nn.Module):
             return
         # A plain module, such as nn.ModuleList, is routed for by the one above it.
         routes = routes_of(node)
-        groups: dict[str, Group] = {}  # by child, all slots of one together
+        groups: dict[str, Group] = {}  # by child: the slots of a fused layer arrive together
+        found: dict[str, Group] = {}  # the same by component, where it alone decides
         for name, weight, full_name in weights:
+            component, dot, rest = name.partition(".")
+            group = found.get(component + dot)
+            if group is not None:
+                group.append((rest, weight, full_name))
+                continue
             route, rest = find(routes, name)
             if isinstance(route, Child):
                 group = groups.get(route.attr)
                 if group is None:
                     group = groups[route.attr] = Group(node.child(route.attr))
+                if is_direct(routes, component + dot):
+                    found[component + dot] = group
                 group.append((route.prefix + rest, weight, full_name))
             elif isinstance(route, Skip):
                 planner.skip(full_name, route.reason)
-            else:  # a tensor, or nothing that is declared, which is refused as a tensor that lacks
+            else:  # also for an unknown name, which is refused for want of such a tensor
                 planner.fill(full_name, weight, node.location(route.attr or rest), route.slot)
         for group in groups.values():
             self._route(group, planner)

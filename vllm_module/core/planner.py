@@ -242,6 +242,7 @@ class Planner:
 
         Its report names what is missing, unless the weights may be a ``partial`` checkpoint.
         """
+        self.tree.list_again()  # an override may have added modules
         if not partial:
             self._add_missing()
         fills = in_reading_order(self.fills)

@@ -78,6 +78,12 @@ def find(routes: Routes, name: str) -> tuple[Route, str]:
     return found if route is None else (route, rest)
 
 
+def is_direct(routes: Routes, component: str) -> bool:
+    """Tell whether all names that begin with ``component`` go to one child, which gets the rest."""
+    route = routes.get(component)
+    return isinstance(route, Child) and not route.prefix
+
+
 # What a vLLMModule declares, and of any other module would be ignored.
 DECLARATIONS = frozenset(
     ("shard_names", "stored_beside", "weight_aliases", "skipped_weights", "conversions")

@@ -113,7 +113,6 @@ class Run:
         plan.report.raise_if_refused(name, touched=self.written, folder=plan.folder)
         if self.failure is not None:
             raise self.failure
-        self.tree.list_again()  # an override may have added modules
         if open_reader is not None:
             self._reader = self._opened.enter_context(open_reader(plan))
         self.fill(plan.fills)
