@@ -122,7 +122,7 @@ def routes_in_a_global() -> Iterator[None]:
 
 @contextmanager
 def gc_left_off() -> Iterator[None]:
-    on = instead("core.module:vLLMModule.__init__", loading.first(lambda module: gc.enable()))
+    on = instead("core.state:GuardedModule.__init__", loading.first(lambda module: gc.enable()))
     off = instead(EXECUTE, loading.first(lambda *_: gc.disable()))
     try:
         with on(), off():  # each case begins with collection on

@@ -59,7 +59,7 @@ class Renamed(str):
         return Renamed, (str(self), self.stored)
 
 
-class Names:
+class GivenNames:
     """The names that modules with a ``load_weights`` of their own were given and passed on."""
 
     def __init__(self) -> None:

@@ -2,37 +2,40 @@
 
 ``load_weights`` groups pairs of name and tensor by the first component of the name and hands each
 group to the child that the component names; the children do the same with the rest of the name. A
-fused layer declares ``shard_names``, and the module above finds it under each of them, so no model
-needs a mapping table. Where several declared names begin a name, the longest counts.
+fused layer declares ``shard_names``, and the module above finds it under each of them: there
+``q_proj.weight`` leads to the child ``qkv_proj``, which takes it for slot ``q_proj`` of ``weight``.
+So no model needs a mapping table. Where several declared names begin a name, the longest counts.
 
-What each name does is written into a plan (``planner.py``). All that is wrong is refused in one
-report before anything is written; then the plan is run (``run.py``), by this package's reader or
-another (``run.Reader``). Tensors of an iterator are the exception: each is copied before the next
-is asked for, and the report comes at the end. Handles of an iterator wait for it.
+What each name does is written into a plan (``planner.py``), unknown names too. All that is wrong is
+refused in one report before anything is written; then the plan is run (``run.py``). Tensors of an
+iterator are the exception: each is copied before the next is asked for, and the report comes at the
+end. Handles of an iterator wait for it.
+
+``run.execute(model.plan_weights(weights), open_reader)`` fetches from elsewhere: ``open_reader``
+gets the plan and returns a context manager of a ``run.Reader``, whose ``read`` gets each handle,
+in the plan's order, with the memory that it fills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
-from types import GeneratorType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm_module.base.garbage import paused_gc
-from vllm_module.core import state, tree
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.planner import Planner, planning
-from vllm_module.core.report import LoadReport
 from vllm_module.core.routes import Child, Skip, find, is_direct, routes_of
-from vllm_module.core.run import loading
+from vllm_module.core.run import loading, within_load
+from vllm_module.core.state import GuardedModule
+from vllm_module.core.tree import Tree, expected_weights
 
 
-class vLLMModule(nn.Module):
+class vLLMModule(GuardedModule):
     """Base of every layer and model: it loads the weights below it, by name.
 
     A subclass declares what a checkpoint calls its weights, where that is not the attribute's name.
@@ -183,7 +186,7 @@ class vLLMModule(nn.Module):
         used up.
         """
         with (
-            planning(tree.Tree(self), weights) as planner,
+            planning(Tree(self), weights) as planner,
             paused_gc(isinstance(weights, Collection)),
         ):
             self.load_weights(weights)  # adds to this plan
@@ -196,60 +199,10 @@ class vLLMModule(nn.Module):
         tensor is listed once, by the name that comes first. What an overridden ``load_weights``
         renames is not seen.
         """
-        return tree.expected_weights(self)
-
-    def check_ready(self) -> None:
-        """Raise ``ModelNotReadyError``, naming every tensor below that holds no values."""
-        state.check_ready(self)
-
-    def sleep(self) -> None:
-        """Release the memory of all weights: back to meta, until :meth:`load_weights` fills them.
-
-        Tied tensors stay tied if all modules that hold them are below this one. Memory that
-        something else refers to, such as a captured CUDA graph, is not released.
-        """
-        state.sleep(self)
-
-    @property
-    def load_report(self) -> LoadReport | None:
-        """The report of the last successful load that was called on this module."""
-        return self.load_state.report
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.load_state = tree.LoadState()
-        state.guard(self)  # no forward pass before the weights are loaded
-
-    def __getattr__(self, name: str) -> Any:
-        child = self.__dict__.get("_modules", {}).get(name)  # as below, for the price of one call
-        if child is not None:
-            return child
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # Python also comes here if a property raises AttributeError: let that one be seen.
-            declared = getattr(type(self), name, None)
-            if isinstance(declared, property) and declared.fget is not None:
-                return declared.fget(self)
-            raise
+        return expected_weights(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "load_weights" in vars(cls):
-            cls.load_weights = _within_load(cls.load_weights)  # type: ignore[method-assign]
-
-
-def _within_load(override: Any) -> Any:
-    """Wrap an overridden ``load_weights``: it adds to a plan, and returns the names it filled."""
-
-    @wraps(override)
-    def load_weights(self: vLLMModule, weights: Weights) -> set[str]:
-        with loading(self, weights) as planner, planner.names_of(self) as names:
-            # Overrides get plain pairs: only the base class may see a Group.
-            pairs = planner.names.give(weights) if isinstance(weights, Group) else weights
-            pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
-            if isinstance(override(self, pairs), GeneratorType):
-                raise TypeError(f"{type(self).__name__}.load_weights must not be a generator")
-        return names
-
-    return load_weights
+            # It adds to a plan, and returns the names it filled, whatever it returns.
+            cls.load_weights = within_load(cls.load_weights)  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from torch import nn
 from vllm_module.base.messages import shorten
 from vllm_module.core import fit
 from vllm_module.core.fill import Fill
-from vllm_module.core.given import Group, Names, Weights, described, follow, refuse_no_pairs
+from vllm_module.core.given import GivenNames, Group, Weights, described, follow, refuse_no_pairs
 from vllm_module.core.plan import LoadPlan, in_reading_order
 from vllm_module.core.report import LoadReport, Problem
 from vllm_module.core.state import in_progress
@@ -55,7 +55,7 @@ class Planner:
         self.tree = tree
         self.report = LoadReport()
         self.fills: list[Fill] = []
-        self.names = Names()
+        self.names = GivenNames()
         self.folder: Path | None = None
         self._arrived = arrived
         self._nodes = {tree.top.module: tree.top}  # of modules that may be called with weights

@@ -6,9 +6,11 @@ after the other, each piece with what it is read into: another reader may fetch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from itertools import chain, groupby
+from types import GeneratorType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -19,7 +21,7 @@ from vllm_module.base.messages import printable, printable_name
 from vllm_module.core.allocation import Allocation
 from vllm_module.core.fill import Fill, refuse_nan, refuse_nan_read
 from vllm_module.core.fit import misfit, not_zeros
-from vllm_module.core.given import Weights
+from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import Problem, fold, outcome
@@ -281,6 +283,22 @@ def loading(
         with paused_gc(isinstance(weights, Collection)):
             yield planner
         run.execute(planner.plan(partial=partial), open_reader)
+
+
+def within_load(override: Any) -> Any:
+    """Wrap an overridden ``load_weights``: it adds to a plan, and returns the names it filled."""
+
+    @wraps(override)
+    def load_weights(module: Any, weights: Weights) -> set[str]:
+        with loading(module, weights) as planner, planner.names_of(module) as names:
+            # Overrides get plain pairs: only the base class may see a Group.
+            pairs = planner.names.give(weights) if isinstance(weights, Group) else weights
+            pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+            if isinstance(override(module, pairs), GeneratorType):
+                raise TypeError(f"{type(module).__name__}.load_weights must not be a generator")
+        return names
+
+    return load_weights
 
 
 def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
