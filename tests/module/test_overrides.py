@@ -54,6 +54,21 @@ def test_an_override_may_rename_and_call_super() -> None:
         Around(Old()).load_weights(below(gammas))
 
 
+def test_a_module_that_an_override_adds_to_has_to_be_loaded() -> None:
+    """A module that is added while tensors arrive is missed in the report of the same load."""
+
+    class Growing(tree.Block):
+        def load_weights(self, weights):
+            def pairs():
+                yield from weights
+                self.added = RMSNorm(2)
+
+            return super().load_weights(pairs())
+
+    with pytest.raises(MissingWeightError, match=r"added\.weight"):
+        Growing().load_weights(iter(tree.block_checkpoint().items()))
+
+
 def test_an_override_may_call_a_child_by_hand() -> None:
     """A child called by an override keeps its place in the tree and in the report."""
 
