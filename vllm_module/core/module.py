@@ -78,6 +78,7 @@ class vLLMModule(GuardedModule):
         read yet), as a mapping, a collection or an iterator; names are relative to this module.
         Every slot must be filled exactly once, a tied tensor under one of its names or all. What is
         missing, unexpected, duplicated or misshapen is one ``WeightLoadError`` (or a subclass).
+        Gradients are not recorded meanwhile, nor in an iterator that computes tensors.
 
         An override may rename or change pairs for ``super()``, or call its children itself. If it
         gets an iterator, it must pass ``super()`` a generator, so that tensors are streamed. If it
