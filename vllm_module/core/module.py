@@ -121,7 +121,7 @@ class vLLMModule(GuardedModule):
                 group.append((route.prefix + rest, weight, full_name))
             elif isinstance(route, Skip):
                 planner.skip(full_name, route.reason)
-            else:  # also for an unknown name, which is refused for want of such a tensor
+            else:  # a tensor, behind its slot if there is one; or unknown: the planner refuses it
                 planner.fill(full_name, weight, node.location(route.attr or rest), route.slot)
         for group in groups.values():
             self._route(group, planner)
