@@ -123,7 +123,7 @@ def routes_in_a_global() -> Iterator[None]:
 
 @contextmanager
 def gc_left_off() -> Iterator[None]:
-    on = instead("core.module:vLLMModule.__init__", loading.first(lambda module: gc.enable()))
+    on = instead("core.state:GuardedModule.__init__", loading.first(lambda module: gc.enable()))
     off = instead(EXECUTE, loading.first(lambda *_: gc.disable()))
     try:
         with on(), off():  # each case begins with collection on
@@ -442,7 +442,7 @@ FAULTS = (
     Fault("a module is processed by the name that it was given", "order_independent", "derived",
           instead(READ, loading.by_the_given_name)),
     Fault("what is above is not processed again", "reload_in_place", "derived",
-          instead("core.run:_processes", loading.not_above)),
+          instead("core.run:Run._above_filled", lambda above_filled, run: [*run._filled])),
     # What a load costs
     Fault("streamed tensors are kept", "memory_bounded", "mlp",
           instead(FILL, loading.first(loading.kept))),

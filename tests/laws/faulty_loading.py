@@ -156,7 +156,8 @@ def without_missing(raise_if_refused: Any, report: Any, *args: Any, **kwargs: An
 
 
 def without_missing_slots(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
-    loaded = [each for each in locations(Planner.current().root) if each.path in report.loaded]
+    root = Planner.current().tree.top.module
+    loaded = [each for each in locations(root) if each.path in report.loaded]
     names = {each.stored_name(slot) for each in loaded for slot in slots_of(each.tensor)}
     report.missing[:] = [problem for problem in report.missing if problem.name not in names]
     raise_if_refused(report, *args, **kwargs)
@@ -165,7 +166,7 @@ def without_missing_slots(raise_if_refused: Any, report: Any, *args: Any, **kwar
 def without_missing_experts(raise_if_refused: Any, report: Any, *args: Any, **kwargs: Any) -> None:
     dropped = {
         each.stored_name(slot)
-        for each in locations(Planner.current().root)
+        for each in locations(Planner.current().tree.top.module)
         for slot in slots_of(each.tensor)
         if not is_kept(each, slot)
     }
@@ -204,8 +205,10 @@ def written_before_compared(read: Any, run: Run, fills: Any, waiting: Any) -> No
 
 
 def tied_to_misfits(fill: Any, planner: Planner, *arguments: Any) -> None:
-    planner._misfits.clear()
+    report = planner.report
+    before, report.misshapen = report.misshapen, []
     fill(planner, *arguments)
+    report.misshapen[:0] = before
 
 
 def streamed(groups: Any, planner: Planner, module: Any, weights: Any) -> Iterator[Any]:
@@ -217,11 +220,11 @@ def read_as_it_comes(*, planning: bool) -> Callable[..., Iterator[Any]]:
     """Read each pair of a stream before the next, handles too: in plans, or in loads."""
 
     def faulty(groups: Any, planner: Planner, module: Any, weights: Any) -> Iterator[Any]:
-        arrived = planner._arrived or Run(planner.root).fill
+        arrived = planner._arrived or Run(planner.tree.top.module).fill
         for group in groups(planner, module, weights):
             waiting = len(planner.fills)
             yield group
-            if planner.reads is not planning and not isinstance(weights, Collection):
+            if (planner._arrived is None) is planning and not isinstance(weights, Collection):
                 planner._take(waiting, arrived)
 
     return faulty
@@ -385,11 +388,6 @@ def by_the_given_name(read: Any, run: Run, fills: Any, waiting: Any) -> None:
         if location.path not in given and location.tensor in filled:
             loaded = location.node.state.loaded.get(location.local, set())
             loaded.difference_update(filled[location.tensor])
-
-
-def not_above(processes: Any, module: Any) -> bool:
-    above = sum(1 for _ in modules_that_load(module)) > 1
-    return processes(module) and not (above and Planner.current().partial)
 
 
 # What a load costs

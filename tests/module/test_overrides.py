@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_module import WeightLoadError, vLLMModule
-from vllm_module.core.planner import Renamed
+from vllm_module.core.given import Renamed
 from vllm_module.errors import MissingWeightError, ModelNotReadyError
 from vllm_module.layers import RMSNorm
 from vllm_module.testing.checkpoints import assert_same_state, state
@@ -52,6 +52,21 @@ def test_an_override_may_rename_and_call_super() -> None:
     del gammas["norm.gamma"]
     with pytest.raises(MissingWeightError, match=r"inner\.norm\.weight"):
         Around(Old()).load_weights(below(gammas))
+
+
+def test_a_module_that_an_override_adds_to_has_to_be_loaded() -> None:
+    """A module that is added while tensors arrive is missed in the report of the same load."""
+
+    class Growing(tree.Block):
+        def load_weights(self, weights):
+            def pairs():
+                yield from weights
+                self.added = RMSNorm(2)
+
+            return super().load_weights(pairs())
+
+    with pytest.raises(MissingWeightError, match=r"added\.weight"):
+        Growing().load_weights(iter(tree.block_checkpoint().items()))
 
 
 def test_an_override_may_call_a_child_by_hand() -> None:

@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import nn
 
-from vllm_module.core.tree import Location, Node, is_typed, materialized, stored_tensors
+from vllm_module.core.tree import Location, Tree, is_typed, materialized, stored_tensors
 from vllm_module.weights import prefer_huge_pages
-
-Modules: TypeAlias = Callable[[], Sequence[nn.Module]]
-Nodes: TypeAlias = Callable[[], Iterable[Node]]
 
 
 class Allocation:
     """The tensors that a load materialized, their originals on meta, and all locations of each.
 
-    ``modules`` and ``nodes`` of its methods return :func:`tree.modules_below` and
-    :func:`tree.walk` of the whole tree.
-
     Args:
+        tree: all that the load belongs to.
         partial: whether the load may fill some slots of a tensor and leave others.
 
     """
 
-    def __init__(self, *, partial: bool) -> None:
-        self._partial = partial
+    def __init__(self, tree: Tree, *, partial: bool) -> None:
+        self._tree, self._partial = tree, partial
         self._originals: dict[torch.Tensor, torch.Tensor] = {}  # materialized -> as it was on meta
         self._holders: dict[torch.Tensor, list[Location]] | None = None
 
-    def holders_of(self, location: Location, modules: Modules, nodes: Nodes) -> list[Location]:
+    def holders_of(self, location: Location) -> list[Location]:
         """Return every location of the tensor at ``location``: more than one where it is tied."""
         if self._holders is None:
             self._holders = {}
             seen: set[torch.Tensor] = set()
             tied: set[torch.Tensor] = set()
-            for module in modules():
+            for module in self._tree.modules:
                 for _, tensor in stored_tensors(module):
                     (tied if tensor in seen else seen).add(tensor)
-            for node in nodes() if tied else ():
+            for node in self._tree.nodes if tied else ():
                 for attr, tensor in node.tensors():
                     if tensor in tied:
                         self._holders.setdefault(tensor, []).append(node.location(attr))
         return self._holders.get(location.tensor, [location])
 
-    def materialize(self, location: Location, modules: Modules, nodes: Nodes) -> bool:
+    def materialize(self, location: Location) -> bool:
         """Allocate the tensor at ``location`` if it is on meta, in every module that holds it.
 
         Return whether it had memory when the load began.
@@ -55,7 +48,7 @@ class Allocation:
         if not tensor.is_meta:
             return tensor not in self._originals
         device = location.node.state.device
-        holders = self.holders_of(location, modules, nodes)
+        holders = self.holders_of(location)
         if (conversion := location.conversion) is not None:
             for name in conversion.makes:
                 made = location.node.module._parameters[name]

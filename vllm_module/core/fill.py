@@ -15,6 +15,7 @@ from vllm_module.parameters import Piece
 from vllm_module.weights import Destination, Weight, read_into
 
 _COMPARED_BYTES = 16 << 20  # of a tied tensor at a time, so that no second copy is held whole
+_FEW = 4096  # numbers that take less time than the call of an operation
 
 
 class Fill(NamedTuple):
@@ -130,6 +131,8 @@ def _has_nan(values: torch.Tensor) -> bool:
     """
     if not converts(values.dtype) or not values.numel():
         return False
+    if values.is_cpu and values.numel() < _FEW:
+        return not torch.equal(values, values)  # one operation, and no NaN equals itself
     # A sum with a NaN is NaN, and computing it takes a fraction of the time that looking at each
     # number does. A sum of large numbers or infinities may be NaN or infinite, too; the largest
     # number is NaN only if one is.

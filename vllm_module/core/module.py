@@ -2,40 +2,44 @@
 
 ``load_weights`` groups pairs of name and tensor by the first component of the name and hands each
 group to the child that the component names; the children do the same with the rest of the name. A
-fused layer declares ``shard_names``, and the module above finds it under each of them, so no model
-needs a mapping table. Where several declared names begin a name, the longest counts.
+fused layer declares ``shard_names``, and the module above finds it under each of them: there
+``q_proj.weight`` leads to the child ``qkv_proj``, which takes it for slot ``q_proj`` of ``weight``.
+So no model needs a mapping table. Where several declared names begin a name, the longest counts.
 
-What each name does is written into a plan (``planner.py``). All that is wrong is refused in one
-report before anything is written; then the plan is run (``run.py``), by this package's reader or
-another (``run.Reader``). Tensors of an iterator are the exception: each is copied before the next
-is asked for, and the report comes at the end. Handles of an iterator wait for it.
+What each name does is written into a plan (``planner.py``), unknown names too. All that is wrong is
+refused in one report before anything is written; then the plan is run (``run.py``). Tensors of an
+iterator are the exception: each is copied before the next is asked for, and the report comes at the
+end. Handles of an iterator wait for it.
+
+``run.execute(model.plan_weights(weights), open_reader)`` fetches from elsewhere: ``open_reader``
+gets the plan and returns a context manager of a ``run.Reader``, whose ``read`` gets each handle,
+in the plan's order, with the memory that it fills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
-from types import GeneratorType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from vllm_module.base.garbage import paused_gc
-from vllm_module.core import state, tree
 from vllm_module.core.conversions import Conversion
+from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
-from vllm_module.core.planner import Group, Planner, Weights, planning
-from vllm_module.core.report import LoadReport
-from vllm_module.core.routes import Child, Skip, find, routes_of
-from vllm_module.core.run import loading
+from vllm_module.core.planner import Planner, planning
+from vllm_module.core.routes import Child, Skip, find, is_direct, routes_of
+from vllm_module.core.run import loading, within_load
+from vllm_module.core.state import GuardedModule
+from vllm_module.core.tree import Tree, expected_weights
 
 if TYPE_CHECKING:
     from vllm_module.core.digests import ModelDigest
     from vllm_module.layout import Layout
 
 
-class vLLMModule(nn.Module):
+class vLLMModule(GuardedModule):
     """Base of every layer and model: it loads the weights below it, by name.
 
     A subclass declares what a checkpoint calls its weights, where that is not the attribute's name.
@@ -78,6 +82,7 @@ class vLLMModule(nn.Module):
         read yet), as a mapping, a collection or an iterator; names are relative to this module.
         Every slot must be filled exactly once, a tied tensor under one of its names or all. What is
         missing, unexpected, duplicated or misshapen is one ``WeightLoadError`` (or a subclass).
+        Gradients are not recorded meanwhile, nor in an iterator that computes tensors.
 
         An override may rename or change pairs for ``super()``, or call its children itself. If it
         gets an iterator, it must pass ``super()`` a generator, so that tensors are streamed. If it
@@ -90,37 +95,40 @@ class vLLMModule(nn.Module):
             self._route(weights, Planner.current())
             return set()
         with loading(self, weights) as planner, planner.names_of(self) as names:
-            for group in planner.groups(self, weights):  # one, or of a stream one for each pair
-                self._hand_on(group, planner)
+            for group in planner.groups(self, weights):
+                self._route(group, planner)
         return names
 
     def _route(self, weights: Group, planner: Planner) -> None:
         """Hand each name to the child, tensor or rule that it leads to."""
-        node, groups = weights.node, dict[str, Group]()  # by child: slots of a fused one share it
+        node = weights.node
+        if isinstance(node.module, vLLMModule) and node.module is not self:
+            node.module.load_weights(weights)
+            return
+        # A plain module, such as nn.ModuleList, is routed for by the one above it.
         routes = routes_of(node)
+        groups: dict[str, Group] = {}  # by child: the slots of a fused layer arrive together
+        found: dict[str, Group] = {}  # the same by component, where it alone decides
         for name, weight, full_name in weights:
+            component, dot, rest = name.partition(".")
+            group = found.get(component + dot)
+            if group is not None:
+                group.append((rest, weight, full_name))
+                continue
             route, rest = find(routes, name)
             if isinstance(route, Child):
                 group = groups.get(route.attr)
                 if group is None:
                     group = groups[route.attr] = Group(node.child(route.attr))
+                if is_direct(routes, component + dot):
+                    found[component + dot] = group
                 group.append((route.prefix + rest, weight, full_name))
             elif isinstance(route, Skip):
                 planner.skip(full_name, route.reason)
-            elif route is None:  # nothing is declared by this name: the report says so
-                planner.fill(full_name, weight, node.location(name))
-            else:  # a tensor; behind the name of a slot, the rest is the tensor's
+            else:  # a tensor, behind its slot if there is one; or unknown: the planner refuses it
                 planner.fill(full_name, weight, node.location(route.attr or rest), route.slot)
         for group in groups.values():
-            self._hand_on(group, planner)
-
-    def _hand_on(self, weights: Group, planner: Planner) -> None:
-        """Call ``load_weights`` of the module that the group is for."""
-        module = weights.node.module
-        if isinstance(module, vLLMModule) and module is not self:
-            module.load_weights(weights)
-        else:  # a plain module, such as nn.ModuleList, is routed for by the one above it
-            self._route(weights, planner)
+            self._route(group, planner)
 
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
         """Return the values of a slot of tensor ``name`` for a checkpoint that lacks it.
@@ -182,7 +190,10 @@ class vLLMModule(nn.Module):
         What would be refused is in the plan's report, but for what only values show. An iterator is
         used up.
         """
-        with planning(self, weights) as planner, paused_gc(isinstance(weights, Collection)):
+        with (
+            planning(Tree(self), weights) as planner,
+            paused_gc(isinstance(weights, Collection)),
+        ):
             self.load_weights(weights)  # adds to this plan
             return planner.plan()
 
@@ -193,7 +204,7 @@ class vLLMModule(nn.Module):
         tensor is listed once, by the name that comes first. What an overridden ``load_weights``
         renames is not seen.
         """
-        return tree.expected_weights(self)
+        return expected_weights(self)
 
     def digest(self, layout: Layout | None = None) -> ModelDigest:
         """Return for each tensor of a checkpoint a number that no layout changes.
@@ -205,58 +216,8 @@ class vLLMModule(nn.Module):
 
         return digest_of(self, layout)
 
-    def check_ready(self) -> None:
-        """Raise ``ModelNotReadyError``, naming every tensor below that holds no values."""
-        state.check_ready(self)
-
-    def sleep(self) -> None:
-        """Release the memory of all weights: back to meta, until :meth:`load_weights` fills them.
-
-        Tied tensors stay tied if all modules that hold them are below this one. Memory that
-        something else refers to, such as a captured CUDA graph, is not released.
-        """
-        state.sleep(self)
-
-    @property
-    def load_report(self) -> LoadReport | None:
-        """The report of the last successful load that was called on this module."""
-        return self.load_state.report
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.load_state = tree.LoadState()
-        state.guard(self)  # no forward pass before the weights are loaded
-
-    def __getattr__(self, name: str) -> Any:
-        child = self.__dict__.get("_modules", {}).get(name)  # as below, for the price of one call
-        if child is not None:
-            return child
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # Python also comes here if a property raises AttributeError: let that one be seen.
-            declared = getattr(type(self), name, None)
-            if isinstance(declared, property) and declared.fget is not None:
-                return declared.fget(self)
-            raise
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "load_weights" in vars(cls):
-            cls.load_weights = _within_load(cls.load_weights)  # type: ignore[method-assign]
-
-
-def _within_load(override: Any) -> Any:
-    """Wrap an overridden ``load_weights``: it adds to a plan, and returns the names it filled."""
-
-    @wraps(override)
-    def load_weights(self: vLLMModule, weights: Weights) -> set[str]:
-        with loading(self, weights) as planner, planner.names_of(self) as names:
-            # Overrides get plain pairs: only the base class may see a Group.
-            pairs = planner.pairs_of(weights) if isinstance(weights, Group) else weights
-            pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
-            if isinstance(override(self, pairs), GeneratorType):
-                raise TypeError(f"{type(self).__name__}.load_weights must not be a generator")
-        return names
-
-    return load_weights
+            # It adds to a plan, and returns the names it filled, whatever it returns.
+            cls.load_weights = within_load(cls.load_weights)  # type: ignore[method-assign]

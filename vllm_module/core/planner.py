@@ -9,108 +9,60 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from vllm_module.base.messages import printable_name, shorten
+from vllm_module.base.messages import shorten
 from vllm_module.core import fit
 from vllm_module.core.fill import Fill
+from vllm_module.core.given import GivenNames, Group, Weights, described, follow, refuse_no_pairs
 from vllm_module.core.plan import LoadPlan, in_reading_order
 from vllm_module.core.report import LoadReport, Problem
-from vllm_module.core.routes import Child, find, routes_of
 from vllm_module.core.state import in_progress
-from vllm_module.core.tree import Location, Node, modules_below, slots_of, stored_tensors, walk
+from vllm_module.core.tree import Location, Node, Tree, slots_of, stored_tensors
 from vllm_module.errors import WeightLoadError
 from vllm_module.weights import Weight
 
-# What a user gives, or what a module hands to a module below it.
-Weights: TypeAlias = Union[Mapping[str, Weight], Iterable[tuple[str, Weight]], "Group"]
 # Takes what a stream has brought, before the next is asked for, and what still waits to be read.
 Arrived: TypeAlias = Callable[[Sequence[Fill], Sequence[Fill]], None]
-
-_NO_PAIRS = (str, bytes, PathLike, torch.Tensor, nn.Module)
 
 # The plan that this thread is making. A context variable, because an overridden load_weights may
 # pass a plain generator to super(): nothing that travels with the weights would survive that.
 _current: ContextVar[Planner | None] = ContextVar("planner", default=None)
 
 
-class Group(list[tuple[str, Weight, str]]):
-    """Weights that a module above hands to the module at ``node``.
-
-    Each has its name relative to the module, the tensor or handle, and the checkpoint's full name.
-    """
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: Node, weights: Iterable[tuple[str, Weight, str]] = ()) -> None:
-        if weights:
-            self.extend(weights)
-        self.node = node
-
-
-class Renamed(str):
-    """A name that knows the checkpoint's full name, which reports show.
-
-    An override of ``load_weights`` may pass on such names for what it renames.
-    """
-
-    __slots__ = ("stored",)
-
-    stored: str
-
-    def __new__(cls, name: str, stored: str) -> Renamed:
-        """Return ``name``, which reports call ``stored``."""
-        self = super().__new__(cls, name)
-        self.stored = stored
-        return self
-
-    def __reduce__(self) -> tuple[type[Renamed], tuple[str, str]]:
-        return Renamed, (str(self), self.stored)
-
-
 class Planner:
     """Collects what each name of a checkpoint fills, and the problems, for one plan.
 
     Args:
-        root: the module that is loaded, updated or planned.
-        partial: whether the weights may be a part of a checkpoint.
+        tree: the module that is loaded, updated or planned, and all below it.
         arrived: takes each tensor of a stream at once, because it holds memory. Without it, the
             plan is all that is wanted: tensors need no data, and nothing is read.
 
     Attributes:
-        reads: whether the plan is run afterwards.
-        top: the root's node.
+        tree: the same.
         report: the report, which gets every name.
         fills: the fills that are not read yet, in the order of names.
+        names: the names that overrides are given and pass on.
         folder: the folder of the first handle that has a file.
 
     """
 
-    def __init__(
-        self, root: nn.Module, *, partial: bool = False, arrived: Arrived | None = None
-    ) -> None:
-        self.root, self.partial, self._arrived = root, partial, arrived
-        self.reads = arrived is not None
-        self.top = Node(root)
+    def __init__(self, tree: Tree, arrived: Arrived | None = None) -> None:
+        self.tree = tree
         self.report = LoadReport()
         self.fills: list[Fill] = []
+        self.names = GivenNames()
         self.folder: Path | None = None
-        self._nodes = {root: self.top}  # of modules that may be called with weights
+        self._arrived = arrived
+        self._nodes = {tree.top.module: tree.top}  # of modules that may be called with weights
         self._paths: list[str] = []  # of tensors to fill, in the order of names
-        # By tensor, the first name for each slot and its path; places of a tied tensor share them.
-        self._claims: dict[torch.Tensor, dict[str, tuple[str, str]]] = {}
-        self._tied: dict[tuple[str, str], str] = {}  # (another path, slot) -> name
-        self._misfits: set[str] = set()
-        # By module that overrides load_weights, full names by the names it was given.
-        self._given: dict[nn.Module, dict[str, str]] = {}
-        self._passed_on: dict[nn.Module, list[str]] = {}  # by such a module, full names
-        self._renamed: dict[str, list[Renamed]] = {}  # by full name, what overrides made of it
-        self._naming: dict[nn.Module, Callable[[str], str | None]] = {}
+        # By tensor and slot, the names that fill it, each with the path that it leads to. A tied
+        # tensor has several: the first is read, and the others are compared with it.
+        self._claims: dict[torch.Tensor, dict[str, list[tuple[str, str]]]] = {}
         self._zeros: list[tuple[str, Weight]] = []
 
     @staticmethod
@@ -129,21 +81,12 @@ class Planner:
         if isinstance(weights, Group):
             planner._nodes[module] = weights.node
         elif module not in planner._nodes:  # an override calls its children, or one that it added
-            for node in walk(planner.top):
+            planner.tree.list_again()
+            for node in planner.tree.nodes:
                 planner._nodes.setdefault(node.module, node)
         return planner if module in planner._nodes else None
 
     # What a call is given
-
-    def pairs_of(self, group: Group) -> list[tuple[str, Weight]]:
-        """Return pairs of name and tensor for an override; reports keep the full names."""
-        given = self._given.setdefault(group.node.module, {})
-        given.update((name, full_name) for name, _, full_name in group)
-        return [(name, weight) for name, weight, _ in group]
-
-    def full_name(self, module: nn.Module, name: str) -> str:
-        """Return the checkpoint's full name of what ``module`` is given as ``name``."""
-        return self._given.get(module, {}).get(name) or self._nodes[module].path + name
 
     def groups(self, module: nn.Module, weights: Weights) -> Iterator[Group]:
         """Yield ``weights`` as groups for ``module``: a collection whole, a stream pair by pair.
@@ -155,24 +98,46 @@ class Planner:
         assert not isinstance(weights, Group)
         pairs: Iterable[tuple[str, Weight]]
         pairs = weights.items() if isinstance(weights, Mapping) else weights
+        full_name = self.names.passed_on
         if isinstance(pairs, Collection):
             named = (pair for pair in pairs if self._is_named(node, pair))
-            yield Group(node, [(n, weight, self._full_name(node, n)) for n, weight in named])
+            yield Group(node, [(n, weight, full_name(node, n)) for n, weight in named])
             return
+        reached = {"": node}
         for pair in pairs:
             if not self._is_named(node, pair):
                 continue
-            waiting = len(self.fills)
             name, weight = pair
-            holder, rest = _follow(node, name)
-            group = Group(holder, ((rest, weight, self._full_name(node, name)),))
             del pair  # or its tensor would be in memory while the source makes the next
+            waiting = len(self.fills)
+            holder, rest = follow(reached, name)
+            group = Group(holder, ((rest, weight, full_name(node, name)),))
             yield group
             # A handle can wait until everything is checked; a tensor holds memory.
             if self._arrived is not None and isinstance(weight, torch.Tensor):
                 self._take(waiting, self._arrived)
             group.clear()
             del weight
+
+    def _is_named(self, node: Node, pair: Any) -> bool:
+        """Tell whether ``pair`` has a name; report it if its name is no string.
+
+        Raises ``WeightLoadError`` if it is no pair.
+        """
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise WeightLoadError(
+                f"{type(node.module).__name__} expected pairs of name and tensor, got "
+                f"{described(pair)}"
+            )
+        name, weight = pair
+        if isinstance(name, str):
+            if self.folder is None and not isinstance(weight, torch.Tensor):
+                file = getattr(weight, "file", None)
+                self.folder = file.parent if isinstance(file, Path) else None
+            return True
+        detail = f"a name is a string, and this is of type {type(name).__name__}"
+        self.report.unexpected.append(Problem(node.path + shorten(name), detail))
+        return False
 
     def _take(self, waiting: int, arrived: Arrived) -> None:
         """Have the fills after the first ``waiting`` read."""
@@ -186,36 +151,9 @@ class Planner:
                 if tensor is not None and claims is not None:  # another one if it was materialized
                     self._claims[tensor] = claims
 
-    def _is_named(self, node: Node, pair: Any) -> bool:
-        """Tell whether ``pair`` has a name; report it if its name is no string.
-
-        Raises ``WeightLoadError`` if it is no pair.
-        """
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise WeightLoadError(
-                f"{type(node.module).__name__} expected pairs of name and tensor, got "
-                f"{_described(pair)}"
-            )
-        name, weight = pair
-        if isinstance(name, str):
-            if self.folder is None and not isinstance(weight, torch.Tensor):
-                file = getattr(weight, "file", None)
-                self.folder = file.parent if isinstance(file, Path) else None
-            return True
-        detail = f"a name is a string, and this is of type {type(name).__name__}"
-        self.report.unexpected.append(Problem(node.path + shorten(name), detail))
-        return False
-
-    def _full_name(self, node: Node, name: str) -> str:
-        if type(name) is Renamed:
-            full_name = name.stored
-            self._renamed.setdefault(full_name, []).append(name)
-        elif node.overrides:
-            full_name = self.full_name(node.module, name)
-        else:
-            return node.path + name
-        self._passed_on.setdefault(node.module, []).append(full_name)
-        return full_name
+    def full_name(self, module: nn.Module, name: str) -> str:
+        """Return the checkpoint's full name of what ``module`` is given as ``name``."""
+        return self.names.full_name(self._nodes[module], name)
 
     @contextmanager
     def names_of(self, module: nn.Module) -> Iterator[set[str]]:
@@ -237,35 +175,35 @@ class Planner:
 
         Without a ``slot`` it fills the whole tensor. ``name`` is the checkpoint's full name.
         """
-        tensor = location.find()
+        report, tensor = self.report, location.find()
         slots = () if tensor is None else slots_of(tensor)
         if tensor is None or (slot is not None and slot not in slots):
             self._refuse(name, weight, location, slot, tensor)
             return
-        report, path, claims = self.report, location.path, location.claims
+        path, claims, tied_to = location.path, location.claims, None
         if claims is None:
             claims = location.claims = self._claims.setdefault(tensor, {})
-        tied_to = None
-        claim = (name, path)
         for each in slots if slot is None else (slot,):
-            earlier = claims.setdefault(each, claim)
-            if earlier is claim:
+            claimed = claims.get(each)
+            if claimed is None:
+                claims[each] = [(name, path)]
                 continue
-            first, by = earlier
+            first, _ = claimed[0]
+            by_path = [other for other, led_to in claimed if led_to == path]
             # A tied tensor may be stored under each of its paths. A converted one cannot be
             # compared, so it may be stored once.
-            twice = first if by == path else self._tied.get((path, each))
-            if twice is not None or location.conversion is not None:
-                other = twice or first
+            if by_path or location.conversion is not None:
+                other = by_path[0] if by_path else first
                 by = "another tensor of this name" if other == name else shorten(other)
-                detail = f"{path} is already filled by {by}"
-                report.duplicated.append(Problem(name, detail))
+                problem = Problem(name, f"{path} is already filled by {by}")
+                report.duplicated.append(problem)
                 return
-            self._tied[path, each] = name
-            tied_to = first if first not in self._misfits else None
-        if problem := fit.misfit(location, tensor, slot, weight, needs_data=self.reads):
-            report.misshapen.append(self._problem(name, problem))
-            self._misfits.add(name)
+            claimed.append((name, path))
+            misshapen = any(problem.name == first for problem in report.misshapen)
+            tied_to = None if misshapen else first
+        reads = self._arrived is not None
+        if detail := fit.misfit(location, tensor, slot, weight, needs_data=reads):
+            report.misshapen.append(self.names.problem(name, detail))
             return
         names = report.loaded.get(path)
         if names is None:
@@ -285,73 +223,53 @@ class Planner:
     ) -> None:
         """Report a name without a tensor or slot; skip it where zeros may be stored for it."""
         rule = fit.zero_rule(location) if tensor is None else None
+        detail = None
         if rule is None:
-            problem: str | None = fit.no_place(location, slot)
-        elif self.reads:
-            problem = fit.not_zeros(weight)
+            detail = fit.no_place(location, slot)
+        elif self._arrived is not None:
+            detail = fit.not_zeros(weight)
         else:
-            problem = None
             self._zeros.append((name, weight))
-        if problem is None:
-            assert rule is not None
+        if detail is not None:
+            self.report.unexpected.append(self.names.problem(name, detail))
+        elif rule is not None:
             self.skip(name, rule)
-        else:
-            self.report.unexpected.append(self._problem(name, problem))
-
-    def _problem(self, name: str, detail: str) -> Problem:
-        """Name what was renamed by both names."""
-        renamed = ", ".join(map(printable_name, self._renamed.get(name, ())))
-        return Problem(name, f"{detail} (renamed: {renamed})" if renamed else detail)
 
     # What is left
 
-    def plan(self) -> LoadPlan:
-        """Return the plan: what is missing is in its report, what fills the slots in its fills."""
-        if not self.partial:
+    def plan(self, *, partial: bool = False) -> LoadPlan:
+        """Return the plan of what was added.
+
+        Its report names what is missing, unless the weights may be a ``partial`` checkpoint.
+        """
+        self.tree.list_again()  # an override may have added modules
+        if not partial:
             self._add_missing()
         fills = in_reading_order(self.fills)
-        return LoadPlan(self.root, self.report, fills, self.folder, self._zeros)
+        return LoadPlan(self.tree.top.module, self.report, fills, self.folder, self._zeros)
 
     def _add_missing(self) -> None:
-        lacking = (t for module in modules_below(self.root) for _, t in stored_tensors(module))
-        if not any(map(self._lacks, lacking)):
+        """Fill what no name fills with the layers' own values, or report it."""
+        modules = self.tree.modules
+        if not any(self._lacks(each) for module in modules for _, each in stored_tensors(module)):
             return
         reported = set()
-        for node in walk(self.top):
+        for node in self.tree.nodes:
             for attr, tensor in node.tensors():
                 if tensor in reported or not self._lacks(tensor):
                     continue
                 reported.add(tensor)
-                claims = self._claims.get(tensor, {})
+                claims, location = self._claims.get(tensor, {}), node.location(attr)
                 for slot in slots_of(tensor):
-                    if slot not in claims:
-                        self._fill_absent(node.location(attr), slot)
-
-    def _fill_absent(self, location: Location, slot: str) -> None:
-        """Fill a slot that the checkpoint lacks with the layer's own values, or report it."""
-        weight = fit.absent_weight(location, slot)
-        if weight is None:
-            name, detail = fit.missing(location, slot)
-            node: Node | None = location.node
-            while node is not None:
-                if node.overrides and name.startswith(node.path):
-                    other = self._names_of(node)(name[len(node.path) :])
-                    detail += f" (or {node.path}{other})" if other else ""
-                node = node.parent
-            self.report.missing.append(Problem(name, detail))
-            return
-        self.report.loaded.setdefault(location.path, [])
-        self.fills.append(Fill(location.stored_name(slot), slot, weight, location))
-
-    def _names_of(self, node: Node) -> Callable[[str], str | None]:
-        """Return the :meth:`stored_names` function of the module at ``node``."""
-        found = self._naming.get(node.module)
-        if found is None:
-            module: Any = node.module
-            given, above = self._passed_on.get(module, ()), len(node.path)
-            found = module.stored_names([name[above:] for name in given])
-            self._naming[module] = found
-        return found
+                    if slot in claims:
+                        continue
+                    weight = fit.absent_weight(location, slot)
+                    if weight is None:
+                        missing = self.names.missing(node, *fit.missing(location, slot))
+                        self.report.missing.append(missing)
+                        continue
+                    self.report.loaded.setdefault(location.path, [])
+                    self.fills.append(Fill(location.stored_name(slot), slot, weight, location))
 
     def _lacks(self, tensor: torch.Tensor) -> bool:
         """Tell whether no name fills some slot of ``tensor``."""
@@ -360,44 +278,14 @@ class Planner:
 
 
 @contextmanager
-def planning(
-    module: Any, weights: Weights, *, partial: bool = False, arrived: Arrived | None = None
-) -> Iterator[Planner]:
-    """Yield a planner that every ``load_weights`` below ``module`` adds to while the block runs."""
-    if isinstance(weights, _NO_PAIRS) or not isinstance(weights, Iterable):
-        raise TypeError(
-            f"expected pairs of name and tensor, got {_described(weights)}: open a checkpoint "
-            "with vllm_module.weights.open_checkpoint, let get_model do all of it, or pass a "
-            "module's state_dict()"
-        )
-    with in_progress(module):
-        planner = Planner(module, partial=partial, arrived=arrived)
+def planning(tree: Tree, weights: Weights, arrived: Arrived | None = None) -> Iterator[Planner]:
+    """Yield a planner that every ``load_weights`` of ``tree`` adds to while the block runs."""
+    refuse_no_pairs(weights)
+    with in_progress(tree.top.module):
+        planner = Planner(tree, arrived)
         token = _current.set(planner)
         try:
             yield planner
         finally:
             _current.reset(token)
-            planner.top.forget_below()
-
-
-def _follow(node: Node, name: str) -> tuple[Node, str]:
-    """Return the module below ``node`` that ``name`` leads to, and the name that it gets.
-
-    It has the tensor or the rule, or overrides ``load_weights``, or it lacks the name.
-    """
-    while True:
-        route, rest = find(routes_of(node), name)
-        if not isinstance(route, Child):
-            return node, name
-        node, name = node.child(route.attr), route.prefix + rest
-        if node.overrides:
-            return node, name
-
-
-def _described(value: object) -> str:
-    if isinstance(value, str | bytes | PathLike):
-        return shorten(value)
-    kind = type(value).__name__
-    if not isinstance(value, tuple | list):
-        return f"an object of type {kind}"
-    return f"a {kind} of {len(value)} ({', '.join(type(each).__name__ for each in value[:4])})"
+            tree.top.forget_below()

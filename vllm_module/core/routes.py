@@ -32,7 +32,7 @@ class Child(NamedTuple):
 class Tensor(NamedTuple):
     """The name is that of a tensor of the module, or of a ``slot`` of one.
 
-    ``attr`` is "" for a slot of this module: the rest of the name is the tensor's.
+    ``attr`` is "" where the rest of the name is the tensor's, as for a slot of this module.
     """
 
     attr: str
@@ -46,6 +46,7 @@ class Skip(NamedTuple):
 
 
 Route: TypeAlias = Child | Tensor | Skip
+_UNDECLARED = Tensor("", None)
 # A table within a table has, under "", the route of names that go on with none of its keys.
 Routes: TypeAlias = dict[str, Union[Route, "Routes"]]
 
@@ -61,18 +62,26 @@ def routes_of(node: Node) -> Routes:
     return node.routes
 
 
-def find(routes: Routes, name: str) -> tuple[Route | None, str]:
-    """Return the route of the longest declared name that ``name`` begins with, and the rest."""
+def find(routes: Routes, name: str) -> tuple[Route, str]:
+    """Return the route of the longest declared name that ``name`` begins with, and the rest.
+
+    Without one, the whole name is taken for that of a tensor, which the module does not have.
+    """
+    found: tuple[Any, str] = _UNDECLARED, name
     component, dot, rest = name.partition(".")
     route = routes.get(component + dot)
-    ends_here: Any = None  # of the longest name so far that may have more behind it
-    rest_there = rest
     while isinstance(route, dict):
         if "" in route:
-            ends_here, rest_there = route[""], rest
-        component, dot, deeper = rest.partition(".")
-        route, rest = route.get(component + dot), deeper
-    return (route, rest) if route is not None else (ends_here, rest_there)
+            found = route[""], rest  # unless more of the name is declared
+        component, dot, rest = rest.partition(".")
+        route = route.get(component + dot)
+    return found if route is None else (route, rest)
+
+
+def is_direct(routes: Routes, component: str) -> bool:
+    """Tell whether all names that begin with ``component`` go to one child, which gets the rest."""
+    route = routes.get(component)
+    return isinstance(route, Child) and not route.prefix
 
 
 # What a vLLMModule declares, and of any other module would be ignored.
@@ -195,7 +204,7 @@ def _add_aliases(
             route, rest = find(routes, target + dot)
             if isinstance(route, Child):
                 found[alias + dot] = Child(route.attr, route.prefix + rest)
-            elif route is not None and not rest:  # an own tensor or slot, or a rule
+            elif not rest:  # an own tensor or slot, or a rule
                 found[alias + dot] = route
         if alias in found or f"{alias}." in found:
             known.append(alias)

@@ -6,9 +6,11 @@ after the other, each piece with what it is read into: another reader may fetch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from itertools import chain, groupby
+from types import GeneratorType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -19,8 +21,9 @@ from vllm_module.base.messages import printable, printable_name
 from vllm_module.core.allocation import Allocation
 from vllm_module.core.fill import Fill, refuse_nan, refuse_nan_read
 from vllm_module.core.fit import misfit, not_zeros
+from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
-from vllm_module.core.planner import Planner, Weights, planning
+from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import Problem, fold, outcome
 from vllm_module.core.state import (
     allow_to_run,
@@ -30,7 +33,7 @@ from vllm_module.core.state import (
     refuse_to_run,
     unguard,
 )
-from vllm_module.core.tree import Location, Node, modules_below, own_slots, state_of, walk
+from vllm_module.core.tree import Location, Node, Tree, own_slots, state_of
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.weights import Destination, Handle, Readers, TensorHandle, read_into
 
@@ -78,7 +81,7 @@ class Run:
         partial: whether the run may fill some slots and leave others, in memory that stays.
 
     Attributes:
-        top: the root's place in the tree.
+        tree: the root and all below it.
         written: whether anything was written to the model.
         overwritten: what had memory before.
         failure: what broke it.
@@ -87,15 +90,14 @@ class Run:
 
     def __init__(self, root: nn.Module, *, partial: bool = False) -> None:
         self.root, self.partial = root, partial
-        self.top = Node(root)
+        self.tree = Tree(root)
         self.written = False
         self.overwritten: dict[Location, None] = {}
         self.failure: BaseException | None = None
+        self._refuses_nan = not getattr(root, "allow_nan", False)
         self._reader: Reader | None = None
         self._opened = ExitStack()  # the reader, until the run ends
-        self._allocation = Allocation(partial=partial)
-        self._tree: list[Node] | None = None  # of every module, once it was walked
-        self._below: list[nn.Module] | None = None  # the root and every module below
+        self._allocation = Allocation(self.tree, partial=partial)
         self._targets: dict[Location, _Target] = {}
         self._filled: dict[Node, None] = {}  # owners of tensors that this run fills
         self._unfilled: dict[nn.Module, dict[str, set[str]]] = {}  # of owners that wait to process
@@ -113,38 +115,33 @@ class Run:
         plan.report.raise_if_refused(name, touched=self.written, folder=plan.folder)
         if self.failure is not None:
             raise self.failure
-        self._tree = self._below = None  # an override may have added modules
         if open_reader is not None:
             self._reader = self._opened.enter_context(open_reader(plan))
         self.fill(plan.fills)
         self._process_rest()
         state_of(self.root).report = plan.report
         if not self.partial:
-            allow_to_run(self._modules())
+            allow_to_run(self.tree.modules)
 
     def fill(self, fills: Sequence[Fill], waiting: Sequence[Fill] = ()) -> None:
         """Read ``fills``, which are in reading order, while others are still ``waiting``."""
         try:
-            if any(fill.tied_to is not None for fill in fills):
-                fills = _compared(fills, waiting)
-            with torch.no_grad():
-                if not self._allow_nan:
-                    refuse_nan(fills)
-                if fills and not self.written:
-                    guard(self.root)  # no forward pass meanwhile
-                    self.written = True
-                if len(fills) == 1:  # of a stream
-                    self._fill_together(fills)
-                else:
-                    for _, group in groupby(fills, _together):
-                        self._fill_together([*group])
+            fills = _compared(fills, waiting)
+            if self._refuses_nan:
+                refuse_nan(fills)
+            if fills and not self.written:
+                guard(self.root)  # no forward pass meanwhile
+                self.written = True
+            for _, group in groupby(fills, _together) if len(fills) > 1 else ((None, fills),):
+                together = [*group]
+                jobs = self._jobs(together)
+                for first in jobs:  # tensors in memory are copied on the way to it
+                    self._opened_reader().read(chain((first,), jobs))
+                self._process_filled(together)
         except BaseException as error:
             self.failure = error  # an override that catches it does not make the load whole
+            self._reader = None  # which reads no more
             raise
-
-    @property
-    def _allow_nan(self) -> bool:
-        return getattr(self.root, "allow_nan", False)
 
     def undo(self) -> None:
         """Put what was allocated back on the meta device."""
@@ -152,27 +149,14 @@ class Run:
 
     # Bytes
 
-    def _fill_together(self, fills: Sequence[Fill]) -> None:
+    def _opened_reader(self) -> Reader:
         if self._reader is None:
             self._reader = self._opened.enter_context(Readers(state_of(self.root).device))
-        try:
-            jobs = self._jobs(fills, self._reader)
-            for first in jobs:  # tensors in memory are copied on the way to it
-                self._reader.read(chain((first,), jobs))
-        except BaseException:
-            self._reader = None  # which reads no more
-            raise
-        complete: dict[nn.Module, Node] = {}
-        for fill in fills:
-            self._mark_filled(fill, complete)
-        for module, node in complete.items():
-            if is_complete(module):
-                self._process(node)
-        # After processing, whose refusals say more of the scales of quantized weights.
-        if not self._allow_nan:
-            refuse_nan_read(fills)
+        return self._reader
 
-    def _jobs(self, fills: Sequence[Fill], reader: Reader) -> Iterator[tuple[Handle, Destination]]:
+    def _jobs(self, fills: Sequence[Fill]) -> Iterator[tuple[Handle, Destination]]:
+        """Allocate what is filled; copy tensors in memory, and yield the jobs of a reader."""
+        reader = self._opened_reader()
         for fill in fills:
             location = fill.location
             target = self._targets.get(location)
@@ -195,12 +179,12 @@ class Run:
 
     def _target(self, location: Location) -> _Target:
         """Allocate the tensor at ``location`` if it is on meta, and find all who hold it."""
-        held = self._allocation.materialize(location, self._modules, self._walk)
+        held = self._allocation.materialize(location)
         state, local, holders = location.node.state, location.local, [location]
         # An update comes in many parts, and must not look for ties in the whole tree each time.
         loaded = state.loaded.get(local, set())
         if not self.partial or local in state.tied or not loaded.issuperset(location.slots):
-            holders = self._allocation.holders_of(location, self._modules, self._walk)
+            holders = self._allocation.holders_of(location)
         target = _Target(held, [], [])
         for holder in holders:
             owner, local = holder.node.owner, holder.local
@@ -213,30 +197,38 @@ class Run:
                 target.alone.append((owner, local))
         return target
 
-    def _mark_filled(self, fill: Fill, complete: dict[nn.Module, Node]) -> None:
-        """Note that slots hold values; add the modules that now have all of theirs."""
-        target, slots = self._targets[fill.location], fill.slots
-        for loaded in target.loaded:
-            loaded.update(slots)
-        for owner, local in target.alone:
-            if owner.module not in self._unfilled:
-                self._unfilled[owner.module] = own_slots(owner.module)
-            unfilled = self._unfilled[owner.module]
-            if local in unfilled:
-                unfilled[local].difference_update(slots)
-            if not any(unfilled.values()):
-                del self._unfilled[owner.module]
-                complete[owner.module] = owner
-
     # Processing
+
+    def _process_filled(self, fills: Sequence[Fill]) -> None:
+        """Note that slots hold values, and process the modules that now have all of theirs."""
+        complete: dict[nn.Module, Node] = {}
+        for fill in fills:
+            target, slots = self._targets[fill.location], fill.slots
+            for loaded in target.loaded:
+                loaded.update(slots)
+            for owner, local in target.alone:
+                unfilled = self._unfilled.get(owner.module)
+                if unfilled is None:
+                    unfilled = self._unfilled[owner.module] = own_slots(owner.module)
+                if local in unfilled:
+                    unfilled[local].difference_update(slots)
+                if not any(unfilled.values()):
+                    del self._unfilled[owner.module]
+                    complete[owner.module] = owner
+        for module, node in complete.items():
+            if is_complete(module):
+                self._process(node)
+        # After processing, whose refusals say more of the scales of quantized weights.
+        if self._refuses_nan:
+            refuse_nan_read(fills)
 
     def _process_rest(self) -> None:
         """Process, inner modules first, what this run has changed and not processed yet."""
         nodes: Iterable[Node] = ()
         if self.partial:
             nodes = self._above_filled()
-        elif any(_processes(module) for module in self._modules()):
-            nodes = self._walk()
+        elif any(map(_processes, self.tree.modules)):
+            nodes = self.tree.nodes
         waiting = [
             node for node in nodes if _processes(node.module) and node.module not in self._processed
         ]
@@ -258,22 +250,11 @@ class Run:
         module: Any = node.module
         self._processed.add(module)
         try:
-            with torch.no_grad():
-                for step in module.processing():
-                    step()
+            for step in module.processing():
+                step()
         except WeightLoadError as error:
             error.args = (f"{node.path}{error}",)
             raise
-
-    def _modules(self) -> list[nn.Module]:
-        if self._below is None:
-            self._below = modules_below(self.root)
-        return self._below
-
-    def _walk(self) -> list[Node]:
-        if self._tree is None:
-            self._tree = list(walk(self.top))
-        return self._tree
 
 
 @contextmanager
@@ -298,12 +279,26 @@ def loading(
         yield planner
         return
     run = Run(module, partial=partial)
-    with planning(module, weights, partial=partial, arrived=run.fill) as planner:
-        run.top = planner.top
-        with _undone_if_broken(run, planner):
-            with paused_gc(isinstance(weights, Collection)):
-                yield planner
-            run.execute(planner.plan(), open_reader)
+    with planning(run.tree, weights, run.fill) as planner, _undone_if_broken(run, planner):
+        with paused_gc(isinstance(weights, Collection)):
+            yield planner
+        run.execute(planner.plan(partial=partial), open_reader)
+
+
+def within_load(override: Any) -> Any:
+    """Wrap an overridden ``load_weights``: it adds to a plan, and returns the names it filled."""
+
+    @wraps(override)
+    def load_weights(module: Any, weights: Weights) -> set[str]:
+        with loading(module, weights) as planner, planner.names_of(module) as names:
+            # Overrides get plain pairs: only the base class may see a Group.
+            pairs = planner.names.give(weights) if isinstance(weights, Group) else weights
+            pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+            if isinstance(override(module, pairs), GeneratorType):
+                raise TypeError(f"{type(module).__name__}.load_weights must not be a generator")
+        return names
+
+    return load_weights
 
 
 def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
@@ -317,7 +312,7 @@ def execute(plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
         with in_progress(plan.module), _undone_if_broken(run, plan):
             run.execute(plan, open_reader)
     finally:
-        run.top.forget_below()
+        run.tree.top.forget_below()
 
 
 def _check_values(plan: LoadPlan) -> None:
@@ -337,7 +332,7 @@ def _undone_if_broken(run: Run, made: Planner | LoadPlan) -> Iterator[None]:
     """Undo what the block has done if it raises, and let no half-written model run."""
     was_ready = state_of(run.root).guard is None
     try:
-        with run:  # whose reader releases its memory before the tensors' is
+        with run, torch.no_grad():  # the run's reader releases its memory before the tensors' is
             yield
         if run.partial and was_ready:
             unguard(run.root)
@@ -377,9 +372,11 @@ def _compared(fills: Sequence[Fill], waiting: Sequence[Fill]) -> Sequence[Fill]:
 
     A handle that waits will be read for the tensor that is tied to it.
     """
-    for fill in fills:
-        if fill.tied_to is not None:
-            fill.check_tied((*waiting, *fills))
+    tied = [fill for fill in fills if fill.tied_to is not None]
+    if not tied:
+        return fills
+    for fill in tied:
+        fill.check_tied((*waiting, *fills))
     names = {fill.name for fill in waiting}
     return [fill for fill in fills if fill.tied_to not in names]
 

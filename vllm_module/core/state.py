@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_module.core.report import fold
+from vllm_module.core.report import LoadReport, fold
 from vllm_module.core.tree import (
+    LoadState,
     loads_itself,
     locations,
     materialized,
@@ -171,3 +172,42 @@ def sleep(root: nn.Module) -> None:
     asleep.clear()
     if on_cuda:
         torch.cuda.empty_cache()
+
+
+class GuardedModule(nn.Module):
+    """A module that remembers what was loaded into it, and runs only with all of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_state = LoadState()
+        guard(self)  # no forward pass before the weights are loaded
+
+    def check_ready(self) -> None:
+        """Raise ``ModelNotReadyError``, naming every tensor below that holds no values."""
+        check_ready(self)
+
+    def sleep(self) -> None:
+        """Release the memory of all weights: back to meta, until ``load_weights`` fills them.
+
+        Tied tensors stay tied if all modules that hold them are below this one. Memory that
+        something else refers to, such as a captured CUDA graph, is not released.
+        """
+        sleep(self)
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """The report of the last successful load that was called on this module."""
+        return self.load_state.report
+
+    def __getattr__(self, name: str) -> Any:
+        child = self.__dict__.get("_modules", {}).get(name)  # as below, for the price of one call
+        if child is not None:
+            return child
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Python also comes here if a property raises AttributeError: let that one be seen.
+            declared = getattr(type(self), name, None)
+            if isinstance(declared, property) and declared.fget is not None:
+                return declared.fget(self)
+            raise

@@ -167,7 +167,8 @@ class Location:
 
     Attributes:
         path: the full name of the tensor in the tree.
-        claims: the first name for each slot, while a plan is made; ``None`` until one leads here.
+        claims: while a plan is made, the names for each slot, of all places of the tensor, with the
+            paths that they lead to; ``None`` until a name leads here.
 
     """
 
@@ -176,7 +177,7 @@ class Location:
     def __init__(self, node: Node, attr: str) -> None:
         self.node, self.attr = node, attr
         self.path: str = node.path + attr
-        self.claims: dict[str, tuple[str, str]] | None = None
+        self.claims: dict[str, list[tuple[str, str]]] | None = None
 
     @property
     def local(self) -> str:
@@ -278,27 +279,8 @@ def stored_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def held_locations(top: Node) -> Iterator[Location]:
-    """Yield where each parameter and persistent buffer below is: a tied tensor once.
-
-    What a conversion makes is among them. The nodes forget their conversions, because nothing is
-    converted where all of it is loaded as it is held.
-    """
-    seen: set[torch.Tensor] = set()
-    for node in walk(top):
-        node.conversions = _NO_CONVERSIONS
-        module = node.module
-        computed = module._non_persistent_buffers_set
-        named: list[tuple[str, Any]] = [*module._parameters.items()]
-        named += [each for each in module._buffers.items() if each[0] not in computed]
-        for attr, tensor in named:
-            if tensor is not None and tensor not in seen:
-                seen.add(tensor)
-                yield node.location(attr)
-
-
 def modules_below(root: nn.Module) -> list[nn.Module]:
-    """Return ``root`` and every module below: what two paths lead to is there twice, or more."""
+    """Return ``root`` and every module below; one that two paths lead to is there twice."""
     modules, seen, twice = [root], set[nn.Module](), set[nn.Module]()
     for module in modules:  # which grows
         if module not in twice and module._modules:
@@ -323,6 +305,38 @@ def walk(root: Node) -> Iterator[Node]:
             waiting += [node.child(name) for name in reversed(names)]
 
 
+class Tree:
+    """A root and all below it during one plan and its run; each list is made once.
+
+    Attributes:
+        top: the root's node.
+
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.top = Node(root)
+        self._modules: list[nn.Module] | None = None
+        self._nodes: list[Node] | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules, as :func:`modules_below` lists them."""
+        if self._modules is None:
+            self._modules = modules_below(self.top.module)
+        return self._modules
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The node of each module, parents first."""
+        if self._nodes is None:
+            self._nodes = list(walk(self.top))
+        return self._nodes
+
+    def list_again(self) -> None:
+        """Make both lists anew when they are asked for: modules may have been added."""
+        self._modules = self._nodes = None
+
+
 def locations(root: nn.Module) -> Iterator[Location]:
     """Yield the location of every tensor of the tree that a checkpoint stores."""
     top = Node(root)
@@ -331,6 +345,25 @@ def locations(root: nn.Module) -> Iterator[Location]:
             yield from node.locations()
     finally:
         top.forget_below()
+
+
+def held_locations(top: Node) -> Iterator[Location]:
+    """Yield where each parameter and persistent buffer below is: a tied tensor once.
+
+    What a conversion makes is among them. The nodes forget their conversions, because nothing is
+    converted where all of it is loaded as it is held.
+    """
+    seen: set[torch.Tensor] = set()
+    for node in walk(top):
+        node.conversions = _NO_CONVERSIONS
+        module = node.module
+        computed = module._non_persistent_buffers_set
+        named: list[tuple[str, Any]] = [*module._parameters.items()]
+        named += [each for each in module._buffers.items() if each[0] not in computed]
+        for attr, tensor in named:
+            if tensor is not None and tensor not in seen:
+                seen.add(tensor)
+                yield node.location(attr)
 
 
 def is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_module.core.given import Renamed, Weights
 from vllm_module.core.module import vLLMModule
-from vllm_module.core.planner import Planner, Renamed, Weights
+from vllm_module.core.planner import Planner
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import Attention, AttentionMetadata
