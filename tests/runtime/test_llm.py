@@ -1072,7 +1072,7 @@ def test_a_call_whose_every_prompt_is_refused_raises(
 def test_warnings_are_seen_where_logging_is_not_configured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python prints them on standard error, unless a handler of ours, of any kind, is in between."""
+    """Python prints them on standard error, unless a handler of ours is in between."""
     monkeypatch.setattr(logging.root, "handlers", [])
     logging.getLogger("vllm_module.runtime.ranks.group").warning("waiting for rank 1")
     assert capsys.readouterr().err == "waiting for rank 1\n"
