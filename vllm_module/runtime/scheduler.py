@@ -6,7 +6,7 @@ import time
 from bisect import insort
 from operator import attrgetter
 
-from vllm_module.runtime.cache.holdings import Holdings
+from vllm_module.runtime.cache.allocator import Allocator
 from vllm_module.runtime.cache.page_pool import ROOT, PagePool
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.step_inputs import Step
@@ -14,7 +14,7 @@ from vllm_module.runtime.step_inputs import Step
 _BY_ARRIVAL = attrgetter("request.arrival", "index")  # sort key of sequences
 
 
-class Scheduler(Holdings):
+class Scheduler(Allocator):
     """Continuous batching, first come, first served.
 
     Every step has all running sequences that fit into it. There are no phases: a decoding sequence

@@ -1,4 +1,4 @@
-"""What sequences hold of the caches: pages, rows of the block tables, and states."""
+"""Allocating pages, rows of the block tables and states to sequences, and freeing them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vllm_module.runtime.sequence import Sequence
 from vllm_module.runtime.step_inputs import Step
 
 
-class Holdings:
-    """The pages, rows and states that sequences hold, and what is free of each.
+class Allocator:
+    """Allocates pages, rows of the block tables and states to sequences, and frees them.
 
     Args:
         pool, host, max_num_seqs, prefix_caching, has_states, host_states: as for
