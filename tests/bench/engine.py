@@ -19,14 +19,17 @@ import random
 import resource
 import statistics
 import tempfile
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from checkpoints import QWEN3, plausible, write_qwen3
-from machine import machine, over, rounds, spread, write
+from machine import clock, machine, over, rounds, spread, write
+from stepping import steps, unchanged
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,6 +42,8 @@ from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.sampler import sample
 from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.serve import serve
 from vllm_module.runtime.step_inputs import StepInputs
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -227,13 +232,15 @@ def overhead(sequences: int, vocab: int) -> dict[str, float]:
 
     scheduler = Scheduler(PagePool(20 * sequences, 16), PagePool(0, 16), sequences, 1 << 20)
     engine = Engine(execute, scheduler, vocab, 4096)
-    for index in range(sequences):
-        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-        engine.add(str(index), [index % 7] * (50 + index), params)
-    for _ in range(10):
-        engine.step()
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    requests = [
+        engine.add(str(index), [index % 7] * (50 + index), params) for index in range(sequences)
+    ]
     # Reading the logits once is the least that choosing tokens costs.
-    seconds = rounds({"step": engine.step, "read": logits.sum}, 180)
+    seconds: dict[str, list[float]] = {"step": [], "read": []}
+    for step in islice(steps(engine, requests), 10, 190):
+        seconds["step"].append(step.seconds)
+        seconds["read"].append(clock(logits.sum))
     return {name: statistics.median(each) * 1e6 for name, each in seconds.items()} | {
         "least": min(seconds["step"]) * 1e6
     }
@@ -289,20 +296,21 @@ def soak(requests: int) -> dict[str, Any]:
         options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "swap_space": 2**-11}
         with LLM(folder, max_model_len=512, max_num_seqs=32, **options) as llm:
             engine = llm.engine
-            for index in range(requests):
-                prompt = [draw(2) for _ in range(1 + draw(64))]
-                params = SamplingParams(
-                    temperature=draw(2), max_tokens=1 + draw(16), n=1 + draw(2), ignore_eos=True
-                )
-                engine.add(str(index), prompt, params)
-                if not draw(4):
-                    engine.abort(str(index - draw(20)))
-                while len(engine.requests) > 24:
-                    engine.step()
-                if index % (requests // 10) == requests // 10 - 1:
-                    resident.append(resident_bytes())
-            while engine.requests:
-                engine.step()
+
+            def coming() -> Iterator[Request]:
+                for index in range(requests):
+                    prompt = [draw(2) for _ in range(1 + draw(64))]
+                    params = SamplingParams(
+                        temperature=draw(2), max_tokens=1 + draw(16), n=1 + draw(2), ignore_eos=True
+                    )
+                    yield engine.add(str(index), prompt, params)
+                    if not draw(4):
+                        engine.abort(str(index - draw(20)))
+                    if index % (requests // 10) == requests // 10 - 1:
+                        resident.append(resident_bytes())
+
+            for _ in serve(engine, coming(), unchanged, concurrency=24):
+                pass
             pool, host = engine.scheduler.pool, engine.scheduler.host
             if (pool.free_pages, host.free_pages) != (pool.num_pages, host.num_pages):
                 raise SystemExit("pages are held after the last request: no figures")

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from machine import clock, machine, over, spread, write
+from stepping import steps
 
 from vllm_module import SamplingParams
 from vllm_module.layers import AttentionMetadata
@@ -124,13 +125,14 @@ class Host:
             for index in range(sequences)
         ]
         self.sequences = [request.sequences[0] for request in requests]
+        self.steps = steps(self.engine, requests)
         self.step()
 
     def step(self) -> float:
         """Return the seconds of a step without the choice of tokens."""
         sampling.clear()
         sampler.Download = self.device.download  # type: ignore[assignment, misc]
-        return clock(self.engine.step) - sum(sampling)
+        return next(self.steps).seconds - sum(sampling)
 
     def check(self) -> None:
         """Take a step, and refuse to go on unless it computes what it should."""

@@ -94,10 +94,10 @@ def test_wrong_shards_are_found(folder: Path) -> None:
 
 def test_other_logits_are_found() -> None:
     """Differences beyond rounding raise, and so does NaN."""
-    one = checks.SizeResult(1, [0], torch.tensor([1.0, 2.0]), [])
-    near = checks.SizeResult(2, [0, 0], torch.tensor([1.0, 2.0 + 1e-6]), [])
+    one = checks.SizeResult(1, [0], torch.tensor([1.0, 2.0]))
+    near = checks.SizeResult(2, [0, 0], torch.tensor([1.0, 2.0 + 1e-6]))
     assert near.logits_difference(one) < 1e-5
     for wrong in (2.01, torch.nan):
-        far = checks.SizeResult(2, [0, 0], torch.tensor([1.0, wrong]), [])
+        far = checks.SizeResult(2, [0, 0], torch.tensor([1.0, wrong]))
         with pytest.raises(CommandError, match="size 2 differ from those at size 1"):
             far.logits_difference(one)

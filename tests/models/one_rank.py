@@ -98,7 +98,8 @@ def generate(
     runner = ModelRunner(model, device, len(prompts), pages)
 
     def execute(inputs: StepInputs) -> torch.Tensor:
-        cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        if inputs.pages is not None:
+            cache.move(inputs.pages)
         if inputs.states is not None:
             states.move(inputs.states)
         return runner.run(inputs)

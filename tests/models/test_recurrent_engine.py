@@ -150,7 +150,8 @@ def generate(
 
     def execute(inputs: Any) -> torch.Tensor:
         nonlocal hits
-        cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        if inputs.pages is not None:
+            cache.move(inputs.pages)
         if inputs.states is not None:
             states.move(inputs.states)
             hits += sum(source >= 4 for source, _ in inputs.states.copied)

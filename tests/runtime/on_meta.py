@@ -46,7 +46,7 @@ from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.cache.state_cache import StateCache
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
-from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.step_inputs import Moves, StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_batches, warm_up_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
@@ -220,7 +220,8 @@ class Served:
             self.runner.model = Watched(model)
 
     def run(self, inputs: StepInputs) -> None:
-        self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        if inputs.pages is not None:
+            self.cache.move(inputs.pages)
         self.runner.run(inputs)
 
 
@@ -242,7 +243,7 @@ def step(sequences: list[tuple[int, int]], copied: int = 0, first: int = 0) -> S
         inputs.query_start_loc.append(len(inputs.input_ids))
         inputs.rows.append(len(inputs.input_ids) - 1)
         inputs.max_query_len = max(inputs.max_query_len, new)
-    inputs.copied = [(2 * pair, 2 * pair + 1) for pair in range(copied)]
+    inputs.pages = Moves(copied=[(2 * pair, 2 * pair + 1) for pair in range(copied)]) or None
     return inputs
 
 

@@ -174,7 +174,7 @@ def host_work(sequences: int) -> tuple[Counter[str], StepInputs]:
 def test_host_work_of_a_step_that_adds_no_page() -> None:
     """No call of scheduler or runner is made for each sequence, and no entry of a table written."""
     (few, _), (many, inputs) = host_work(4), host_work(16)
-    for file in ("scheduler", "page_pool", "step_inputs", "model_runner", "packing", "sequence"):
+    for file in ("scheduler", "page_pool", "step_inputs", "model_runner", "transfers", "sequence"):
         assert many[file] == few[file] <= 12, file
     assert many["stopping"] == 16  # one for each token
     assert many["engine"] - few["engine"] <= 2 * 12

@@ -116,14 +116,14 @@ def test_embeddings_are_pooled_from_the_states_of_transformers(
 def test_a_batch_gives_what_single_prompts_give(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches hold at most the configured sequences and tokens, whatever the lengths."""
     computed = []
-    execute = llm.executor.worker.embed
+    execute = llm.executor.worker.run
 
-    def record(inputs: Any) -> torch.Tensor:
+    def record(inputs: Any, sampled: None) -> torch.Tensor:
         computed.append(inputs.lengths)
         return execute(inputs)
 
     # What the executor is asked for is seen nowhere else.
-    monkeypatch.setattr(llm.executor.worker, "embed", record)
+    monkeypatch.setattr(llm.executor.worker, "run", record)
     lengths = [1, 24, 5, 5, 17, 1, 2, 9, 24, 1, 1, 1]
     prompts = [{"prompt_token_ids": [*range(at, at + n)]} for at, n in enumerate(lengths, 5)]
     together = vectors(embed(llm, prompts))

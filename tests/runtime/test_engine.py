@@ -21,7 +21,7 @@ from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.step_inputs import Step, StepInputs
+from vllm_module.runtime.step_inputs import Moves, Step, StepInputs
 
 VOCAB = 50
 
@@ -63,11 +63,12 @@ class Pages:
         if sampled is not None:
             tokens = sampled[tokens].tolist()
         assert inputs.max_query_len == max(b - a for a, b in pairwise(inputs.query_start_loc))
-        for source, target in inputs.swapped_out:
+        moves = inputs.pages or Moves()
+        for source, target in moves.swapped_out:
             self.host[target] = list(self.device[source])
-        for source, target in inputs.copied:
+        for source, target in moves.copied:
             self.device[target] = list(self.device[source])
-        for source, target in inputs.swapped_in:
+        for source, target in moves.swapped_in:
             self.device[target] = list(self.host[source])
         assert len(set(inputs.slot_mapping)) == len(inputs.slot_mapping), (
             "two tokens share a cache slot"
@@ -347,7 +348,7 @@ def test_samples_share_the_pages_of_their_prompt() -> None:
     setup.engine.step()
     assert sum(len(step.input_ids) for step in setup.pages.steps) == 10 + 4
     assert setup.num_pages - setup.pool.free_pages == 2 + 4
-    assert len(setup.pages.steps[1].copied) == 3
+    assert len(setup.pages.steps[1].pages.copied) == 3
     setup.run()
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm_module import vLLMModule
 from vllm_module.layers import Attention, MLAAttention
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
+from vllm_module.runtime.step_inputs import Moves
 
 CPU = torch.device("cpu")
 Pairs = list[tuple[int, int]]
@@ -59,9 +60,8 @@ def test_pages_are_copied_in_order(
 ) -> None:
     """In every layer: to the host, then on the device one after another, then from the host."""
     cache, held = filled(Mixed(), dtype, HOST_PAGES)
-    cache.move(
-        [(page, page) for page in range(HOST_PAGES)], [], []
-    )  # so that the host's content is known
+    every = [(page, page) for page in range(HOST_PAGES)]
+    cache.move(Moves(swapped_out=every))  # so that the host's content is known
     expected = [tensor.clone() for tensor in held]
     host = [tensor[:, :HOST_PAGES].clone() for tensor in held]
     for layer, host_layer in zip(expected, host, strict=True):
@@ -71,10 +71,10 @@ def test_pages_are_copied_in_order(
             layer[:, target] = layer[:, source]
         for source, target in back:
             layer[:, target] = host_layer[:, source]
-    cache.move(out, copied, back)
+    cache.move(Moves(out, copied, back))
     for tensor, layer in zip(held, expected, strict=True):
         assert torch.equal(bits(tensor), bits(layer))
-    cache.move([], [], [(page, page) for page in range(HOST_PAGES)])
+    cache.move(Moves(swapped_in=every))
     for tensor, host_layer in zip(held, host, strict=True):
         assert torch.equal(bits(tensor[:, :HOST_PAGES]), bits(host_layer))
 
@@ -83,7 +83,7 @@ def test_a_page_can_be_copied_from_and_then_to_in_one_step() -> None:
     """The copies keep their order if one overwrites what an earlier one has read."""
     cache, held = filled(Mixed(), torch.float32, 0)
     before = [tensor.clone() for tensor in held]
-    cache.move([], [(0, 1), (2, 0), (0, 3)], [])
+    cache.move(Moves(copied=[(0, 1), (2, 0), (0, 3)]))
     for tensor, was in zip(held, before, strict=True):
         for target, source in ((1, 0), (0, 2), (3, 2), (2, 2), (4, 4), (5, 5)):
             assert torch.equal(bits(tensor[:, target]), bits(was[:, source]))

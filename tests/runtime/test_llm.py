@@ -1069,10 +1069,17 @@ def test_a_call_whose_every_prompt_is_refused_raises(
     assert "1 of 2 prompts are refused: prompt 1: the prompt has no tokens" in caplog.text
 
 
+def test_warnings_are_seen_where_logging_is_not_configured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python prints them on standard error, unless a handler of ours is in between."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    logging.getLogger("vllm_module.runtime.ranks.group").warning("waiting for rank 1")
+    assert capsys.readouterr().err == "waiting for rank 1\n"
+
+
 def test_loading_logs_three_lines(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The format; whose model it is; what was loaded, the time, the memory of weights and cache."""
-    root = logging.getLogger("vllm_module")
-    assert [type(handler) for handler in root.handlers] == [logging.NullHandler]
     with caplog.at_level(logging.INFO, "vllm_module"), LLM(folder, **SMALL):
         pass
     found, whose, record = (record for record in caplog.records if record.levelname == "INFO")

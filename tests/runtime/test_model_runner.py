@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from array import array
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -20,8 +21,8 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows import act_and_mul
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.ranks.packing import pack, unpack
 from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.transfers import upload
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 4, 24
@@ -336,10 +337,10 @@ def test_a_graph_of_every_kind_of_model_asks_nothing_of_the_host(kind: str, tmp_
 @settings(max_examples=50)
 def test_packed_numbers_are_unpacked_where_kernels_expect_them(lists, data) -> None:
     """Every part has its numbers and dtype, at an address that is a multiple of 16 bytes."""
-    dtypes = st.sampled_from([torch.int32, torch.int64])
-    parts = [(data.draw(dtypes), numbers) for numbers in lists]
-    parts.append((torch.int64, [1]))
-    for view, (dtype, numbers) in zip(unpack(pack(parts), parts), parts, strict=True):
-        assert view.dtype == dtype
-        assert view.tolist() == numbers
-        assert view.storage_offset() * dtype.itemsize % 16 == 0
+    dtypes = {"i": torch.int32, "q": torch.int64, "d": torch.float64}
+    arrays = [array(data.draw(st.sampled_from("iqd")), numbers) for numbers in lists]
+    arrays.append(array("q", [1]))
+    for view, numbers in zip(upload(arrays, CPU), arrays, strict=True):
+        assert view.dtype == dtypes[numbers.typecode]
+        assert view.tolist() == numbers.tolist()
+        assert view.storage_offset() * view.itemsize % 16 == 0

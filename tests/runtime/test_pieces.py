@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import runpy
+from array import array
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -80,9 +81,9 @@ class Both:
         self.replayed: list[int | None] = []
 
     def __call__(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        moves = inputs.swapped_out, inputs.copied, inputs.swapped_in
-        self.cache.move(*moves)
-        KVCache.move(self.stored, *moves)
+        if inputs.pages is not None:
+            self.cache.move(inputs.pages)
+            KVCache.move(self.stored, inputs.pages)
         expected = self.plain.run(inputs, sampled)
         self.replayed.append(None)
         with self.present(), pytest.MonkeyPatch.context() as patch:
@@ -286,8 +287,7 @@ def a_call_too_late(call: Any, metadata: AttentionMetadata) -> None:
 
 def stored_padding(self: ModelRunner, inputs: StepInputs, padding: int, sequences: int) -> Any:
     parts = PARTS(self, inputs, padding, sequences)
-    dtype, slots = parts[2]
-    parts[2] = dtype, [max(slot, 0) for slot in slots]
+    parts[2] = array("q", [max(slot, 0) for slot in parts[2]])
     return parts
 
 
@@ -497,5 +497,5 @@ def test_a_compiled_model_has_no_pieces() -> None:
         runner = ModelRunner(Own(BODIES["never"]), DEVICE, 2, 1)  # type: ignore[arg-type]
         runner._compiled = True
         runner.capture(40)
-    assert runner._pieces.sizes == []
+    assert runner._pieces is None
     assert runner._sizes == [1, 2]

@@ -6,7 +6,7 @@ and so does every operation whose shape depends on values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +60,11 @@ class Copies(TorchDispatchMode):
         self.others.append("torch.tensor")
         return TENSOR(values, **options)
 
-    def send(self, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self.sent.append(numbers.numel())
-        return torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
+    def upload(self, arrays: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+        packed = transfers.pack(arrays, device)
+        self.sent.append(packed.numel() // 8)  # numbers
+        there = torch.empty(packed.shape, dtype=packed.dtype, device=device)
+        return transfers.unpack(there, arrays)
 
     def download(self, numbers: torch.Tensor) -> Any:
         self.reads.append(numbers.numel())
@@ -76,7 +78,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     @contextmanager
     def count() -> Iterator[Copies]:
         copies = Copies()
-        monkeypatch.setattr(transfers, "_send", copies.send)
+        monkeypatch.setattr(sampler, "upload", copies.upload)
         monkeypatch.setattr(sampler, "Download", copies.download)
         # No operation shows what torch.tensor does on "meta".
         monkeypatch.setattr(torch, "tensor", copies.of_values)

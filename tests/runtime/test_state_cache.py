@@ -145,7 +145,8 @@ class Served:
 
     def execute(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         with torch.inference_mode():
-            self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+            if inputs.pages is not None:
+                self.cache.move(inputs.pages)
             if (moves := inputs.states) is not None:
                 self.states.move(moves)
                 for index, each in enumerate((moves.swapped_out, moves.copied, moves.swapped_in)):

@@ -471,7 +471,7 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "states are used after an error": (
         Engine,
         "_execute",
-        lambda self, *inputs: self.execute(*inputs),
+        lambda self, step, *inputs: self.execute(*inputs),
     ),
 }
 

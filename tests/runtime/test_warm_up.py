@@ -24,6 +24,7 @@ from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.ranks import worker as workers
 from vllm_module.runtime.ranks.worker import Worker
+from vllm_module.runtime.step_inputs import Moves
 from vllm_module.runtime.warm_up import largest_steps, warm_up_batches, warm_up_steps
 
 HERE = Path(__file__).parent
@@ -152,7 +153,8 @@ def test_a_warm_up_stays_within_the_limits(
         assert len(step.context_lens) <= sequences
         assert max(step.context_lens) <= length <= step.num_table_pages * page
         assert max(len(each.rows) for each in steps) <= sequences
-    assert [bool(step.swapped_out and step.swapped_in) for step in steps[:2]] == [swaps, False]
+    assert steps[0].pages == Moves([(0, 0)] * swaps, [(0, 1)], [(0, 0)] * swaps)
+    assert not any(step.pages for step in steps[1:])
     batches = list(warm_up_batches(tokens, sequences, length))
     for batch in batches:
         assert sum(batch.lengths) == len(batch.input_ids)
@@ -169,7 +171,8 @@ def test_a_warm_up_stores_nothing(model: vLLMModule) -> None:
     for layer in layers:
         layer.kv_cache.fill_(1)
     for step in (*largest_steps(20, 3, 30, 4), *warm_up_steps(20, 3, 30, 4, 3, 2)):
-        cache.move(step.swapped_out, step.copied, step.swapped_in)
+        if step.pages is not None:
+            cache.move(step.pages)
         assert runner.run(step).isfinite().all()
     assert all(bool((layer.kv_cache == 1).all()) for layer in layers)
     cache.close()
@@ -182,8 +185,8 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     """A worker runs the steps within its limits and then captures; after sleep it only captures."""
     calls: list[Any] = []
 
-    def move(*pairs: Any) -> None:
-        calls.append(pairs)
+    def move(moves: Moves) -> None:
+        calls.append(moves)
 
     def run(inputs: Any, sampled: torch.Tensor | None) -> torch.Tensor:
         calls.append(len(inputs.input_ids))
@@ -201,7 +204,7 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     worker.source = SimpleNamespace(config=SimpleNamespace(vocab_size=7), dtype=torch.float32)
     worker._shape, worker.state_bytes = None, 0
     worker.start(num_pages=2, host_pages=1, max_model_len=40)
-    assert calls[:2] == [([(0, 0)], [(0, 1)], [(0, 0)]), 1]
+    assert calls[:2] == [Moves([(0, 0)], [(0, 1)], [(0, 0)]), 1]
     assert 9 in calls
     captured = [call for call in calls if isinstance(call, tuple) and call[0] == "capture"]
     assert captured == ([] if eager else [("capture", 9)])

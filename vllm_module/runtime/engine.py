@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from array import array
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 
 import torch
 
 from vllm_module.base.messages import describe_error
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.devices import queued_on
-from vllm_module.runtime.launched import Execute, Launched
-from vllm_module.runtime.metrics import StepStats, Totals
-from vllm_module.runtime.sampling.bad_words import completing_tokens, encode_bad_words
-from vllm_module.runtime.sampling.row import Row
-from vllm_module.runtime.sampling.sampler import (
-    LogitsError,
-    Sampled,
-    first_tokens,
-    prompt_logprobs,
-    sample,
-)
+from vllm_module.runtime.launched import Execute, Launched, row_of
+from vllm_module.runtime.metrics import StepStats
+from vllm_module.runtime.requests import Requests
+from vllm_module.runtime.sampling.sampler import Sampled, first_tokens, sample
 from vllm_module.runtime.sampling.token_counts import TokenCounts
-from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
 from vllm_module.runtime.step_inputs import Step, StepInputs, next_inputs, step_inputs
-from vllm_module.runtime.text.prompts import check_vocabulary
-from vllm_module.runtime.text.stopping import check_stop, complete_text
+from vllm_module.runtime.text.stopping import check_stop
 from vllm_module.runtime.text.tokenizer import Tokenizer
-from vllm_module.runtime.transfers import Wait, synchronize, upload
+from vllm_module.runtime.transfers import Wait, synchronize
 
 _log = logging.getLogger(__name__)
 
@@ -44,29 +30,19 @@ _BROKEN_LOGITS = (
 )
 
 
-class Engine:
+class Engine(Requests):
     """Computes requests together: :meth:`add` them, and call :meth:`step` until all have ended.
-
-    Threads may share an engine; one of them runs at a time.
 
     Args:
         execute: function that runs the model (:class:`Execute`).
         scheduler: scheduler that chooses the tokens of each step.
-        vocab_size: number of tokens that the model knows.
-        max_model_len: largest number of tokens of a sequence, prompt and output.
-        tokenizer: needed for text and stop strings, not for token ids.
-        stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
-        eos_token_id: the one of them that is no ``stop_reason``; the others are.
+        vocab_size, max_model_len, tokenizer, stop_token_ids, eos_token_id, stream: as for
+            :class:`~vllm_module.runtime.requests.Requests`.
         repeatable: whether ``execute`` can be called again after it has raised.
         first_tokens: returns the most probable token of each row of logits that ``execute`` has
             returned.
         wait: waits for the device, which may still compute what ``execute`` has returned.
         async_scheduling: whether a step is launched before the tokens of the one before are read.
-        stream: of a GPU, for all that the engine launches, in whichever thread it is called.
-
-    Attributes:
-        requests: requests that have not ended, by id.
-        totals: sums over all requests.
 
     """
 
@@ -86,32 +62,24 @@ class Engine:
         async_scheduling: bool = False,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
+        super().__init__(
+            scheduler,
+            vocab_size,
+            max_model_len,
+            tokenizer,
+            stop_token_ids,
+            eos_token_id,
+            stream,
+        )
         self.execute = execute
         self.repeatable = repeatable
         self.first_tokens = first_tokens
         self.wait = wait
         self.async_scheduling = async_scheduling
-        self.stream = stream
-        self.scheduler = scheduler
-        self.vocab_size = vocab_size
-        self.tokenizer = tokenizer
-        self.eos_token_id = eos_token_id
-        self.stop_token_ids = frozenset(stop_token_ids).intersection(range(vocab_size))
-        self.cache_tokens = scheduler.pool.num_pages * scheduler.pool.page_size
-        self.max_model_len = min(max_model_len, self.cache_tokens)
-        self.requests: dict[str, Request] = {}
-        self.totals = Totals()
         self.token_counts = TokenCounts()
-        self.refusal: str | None = None  # reason why no requests are accepted
-        self._pid = os.getpid()
-        self.lock = threading.RLock()
         # The step that was launched before the current one was finished.
         self._next: Launched | None = None
         self._start_over = False  # True if states start over after the current step
-        self._busy = False
-        # Aborts to carry out when the lock is free.
-        self._aborts: list[tuple[str, FinishReason]] = []
-        self._arrivals = 0
 
     def step(self, on_step: Callable[[StepStats], object] | None = None) -> list[Request]:
         """Compute the next tokens of all requests that fit into one step.
@@ -148,7 +116,7 @@ class Engine:
                     self.scheduler.start_over()
                 return changed
             except BaseException as error:
-                self._end_all(f"a step{_of_requests(step)} failed: {describe_error(error)}")
+                self._end_all(f"a step{step.of_requests()} failed: {describe_error(error)}")
                 raise
 
     def _launch(self, step: Step) -> Launched:
@@ -162,17 +130,23 @@ class Engine:
             for s, count in step.scheduled
             if s.request.prompt_logprobs is not None
         ]
-        logits = self._execute(step_inputs(step, self.scheduler.pool.page_size))
-        self.scheduler.mark_listed(step)
+        logits = self._execute(step, step_inputs(step, self.scheduler.pool.page_size))
         return Launched(step, prompts, complete, logits)
 
-    def _execute(self, inputs: StepInputs, *sampled: torch.Tensor) -> torch.Tensor:
-        """Run the model. If it raises, evict all saved states, because copies may be missing."""
+    def _execute(self, step: Step, inputs: StepInputs, *sampled: torch.Tensor) -> torch.Tensor:
+        """Run the model on a step, whose pages are then in the block tables of all ranks.
+
+        If it raises, the pages are sent again, and all saved states are evicted, because copies may
+        be missing.
+        """
         try:
-            return self.execute(inputs, *sampled)
+            logits = self.execute(inputs, *sampled)
         except BaseException:
             self.scheduler.saved.forget_all()
             raise
+        for sequence, _ in step.scheduled:
+            sequence.num_listed_pages = len(sequence.pages)
+        return logits
 
     def _launch_next(self, launched: Launched) -> Launched | None:
         """Launch the step after ``launched``, whose tokens stay on the device, if it is known.
@@ -192,18 +166,17 @@ class Engine:
         sampled = self._sample(launched)
         inputs = next_inputs(step, rows, len(sampled.tokens), self.scheduler.pool.page_size)
         try:
-            logits = self._execute(inputs, sampled.tokens)
+            logits = self._execute(step, inputs, sampled.tokens)
         except Exception as error:
             if not self.repeatable:
                 raise
             _log.warning(
                 "a step%s failed, and is computed again after the tokens before it are read: %s",
-                _of_requests(step),
+                step.of_requests(),
                 describe_error(error),
             )
             self._start_over = self.scheduler.has_states
             return None
-        self.scheduler.mark_listed(step)
         return Launched(step, [], sequences, logits)
 
     def _compute_apart(self, step: Step, error: Exception) -> list[Request]:
@@ -236,7 +209,7 @@ class Engine:
             raise error
         _log.warning(
             "a step%s failed and was repeated for each of its sequences alone: %s",
-            _of_requests(step),
+            step.of_requests(),
             describe_error(error),
         )
         for request, cause in failed.items():
@@ -261,7 +234,7 @@ class Engine:
             if sequence.num_computed + step.scheduled[0][1] == end:
                 return launched
             self.scheduler.mark_computed(step)
-            self._add_prompt_logprobs(launched)
+            self._read_prompt_logprobs(launched)
 
     def _finish_step(self, launched: Launched) -> list[Request]:
         """Read a step's prompt logprobs and append its tokens; return the requests that change."""
@@ -269,50 +242,22 @@ class Engine:
         self.scheduler.mark_computed(launched.step)
         sampled = launched.sampled
         if sampled is None:
-            self._add_prompt_logprobs(launched)
-            self._fork(launched)
+            if launched.prompts:
+                self._read_prompt_logprobs(launched)
+            launched.fork(self.scheduler)
             sampled = self._sample(launched)
         self._append_tokens(launched.complete, sampled)
         return list(dict.fromkeys(changed))
 
-    def _add_prompt_logprobs(self, launched: Launched) -> None:
-        """Read a step's prompt logprobs, and drop their rows of the logits."""
-        assert launched.logits is not None
-        row = 0
-        for request, positions in launched.prompts:
-            if positions:
-                rows = launched.logits[row : row + len(positions)]
-                row += len(positions)
-                assert request.prompt_logprobs is not None
-                tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
-                count = request.params.prompt_logprobs or 0
-                try:
-                    request.prompt_logprobs += prompt_logprobs(rows, tokens, count, self.wait)
-                except LogitsError:
-                    self._end_request(request, "error", _BROKEN_LOGITS)
-        launched.logits = launched.logits[row:]
-
-    def _fork(self, launched: Launched) -> None:
-        """Add the other samples of complete prompts, each with a row of the logits."""
-        assert launched.logits is not None
-        rows, sequences = [], []
-        for row, sequence in enumerate(launched.complete):
-            request = sequence.request
-            if len(request.sequences) < request.params.n and sequence.finish_reason is None:
-                self.scheduler.fork(request)
-                sequences += request.sequences
-                rows += [row] * len(request.sequences)
-            else:
-                sequences.append(sequence)
-                rows.append(row)
-        if len(rows) > len(launched.complete):
-            (index,) = upload([array("q", rows)], launched.logits.device)
-            launched.complete, launched.logits = sequences, launched.logits[index]
+    def _read_prompt_logprobs(self, launched: Launched) -> None:
+        """Read a step's prompt logprobs; end requests whose logits are broken."""
+        for request in launched.read_prompt_logprobs(self.wait):
+            self._end_request(request, "error", _BROKEN_LOGITS)
 
     def _sample(self, launched: Launched) -> Sampled:
         """Launch the choice of the next token of each complete sequence."""
         assert launched.logits is not None
-        rows = [self._row(sequence) for sequence in launched.complete]
+        rows = [row_of(sequence, self.stop_token_ids) for sequence in launched.complete]
         launched.sampled = sample(launched.logits, rows, self.token_counts, self.first_tokens)
         launched.logits = None  # the next step's take this memory
         return launched.sampled
@@ -331,7 +276,12 @@ class Engine:
             if token is None or sequence.finish_reason is not None:
                 continue
             sequence.tokens.append(token.token_id)
-            self._count(sequence.request, now)
+            request, totals = sequence.request, self.totals
+            if not request.metrics.num_generation_tokens:
+                totals.prompt_tokens += request.prompt_len
+                totals.cached_tokens += request.num_cached_tokens or 0
+            totals.generation_tokens += 1
+            request.metrics.add_token(now)
             if token.logprobs is not None:
                 sequence.logprobs.append(token.logprobs)
                 sequence.cumulative_logprob += token.logprob or 0.0
@@ -340,107 +290,10 @@ class Engine:
                     sequence, self.stop_token_ids, self.tokenizer, self.eos_token_id
                 )
             except CheckpointFormatError as error:
-                self._end_request(sequence.request, "error", str(error))
+                self._end_request(request, "error", str(error))
                 continue
             if reason is not None:
                 self._finish(sequence, reason)
-
-    def _count(self, request: Request, now: float) -> None:
-        """Count a token of a request that became known at ``now``."""
-        totals, metrics = self.totals, request.metrics
-        if not metrics.num_generation_tokens:
-            totals.prompt_tokens += request.prompt_len
-            totals.cached_tokens += request.num_cached_tokens or 0
-        totals.generation_tokens += 1
-        metrics.add_token(now)
-
-    def _row(self, sequence: Sequence) -> Row:
-        params = sequence.request.params
-        banned: Collection[int] = ()
-        if params.min_tokens and len(sequence.output) < params.min_tokens:
-            banned = self.stop_token_ids | set(params.stop_token_ids)
-        if sequence.request.bad_words:
-            words = completing_tokens(sequence.request.bad_words, sequence.output)
-            banned = words.union(banned)
-        uniform = 0.0 if params.greedy else sequence.uniform.random()
-        request = sequence.request
-        key = (request.arrival, sequence.index)
-        return Row(params, sequence.tokens, request.prompt_len, uniform, banned, key)
-
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        prompt: str | None = None,
-        *,
-        streamed: bool = False,
-        cache_salt: str | None = None,
-    ) -> Request:
-        """Add a request; with ``streamed``, its text is updated at every step.
-
-        It reuses only cached pages of requests with the same ``cache_salt``. Its parameters are
-        copied.
-
-        Raises ``ValueError`` for a request that cannot be served, and then changes nothing.
-        """
-        with self.alone():
-            self._check(request_id, prompt_token_ids, params)
-            every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
-            update = {name: self.vocab_size for name, count in every.items() if count == -1}
-            params = params.model_copy(update=update, deep=True)
-            most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
-            max_len = min(most, self.max_model_len)
-            request = Request(request_id, prompt_token_ids, params, self._arrivals, max_len, prompt)
-            shows_text = self.tokenizer is not None and params.detokenize
-            request.streamed = shows_text and (streamed or bool(params.stop))
-            request.cache_salt = cache_salt
-            if params.bad_words:
-                assert self.tokenizer is not None, "as _check made sure"
-                request.bad_words = encode_bad_words(params.bad_words, self.tokenizer)
-            request.metrics.arrival_time = time.time()
-            request.metrics.queued_ts = time.monotonic()
-            self._arrivals += 1
-            self.requests[request_id] = request
-            try:
-                self.scheduler.add(request.sequences[0])
-            except BaseException:  # an interrupt, for example
-                self._end_request(request, "abort")
-                raise
-            return request
-
-    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        if self.refusal is not None:
-            raise ValueError(f"the engine takes no more requests: {self.refusal}")
-        if request_id in self.requests:
-            raise ValueError(f"request {request_id!r} exists already: choose another id")
-        if not prompt:
-            raise ValueError("the prompt has no tokens")
-        named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
-        check_vocabulary([*prompt, *params.stop_token_ids, *named], self.vocab_size)
-        if len(prompt) >= self.max_model_len:
-            limited_by_cache = self.max_model_len == self.cache_tokens
-            limit = "the cache has room for" if limited_by_cache else "a sequence has"
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, and with one more {limit} at most "
-                f"{self.max_model_len}"
-            )
-        if params.n > self.scheduler.max_num_seqs:
-            raise ValueError(
-                f"n={params.n} samples are more than the {self.scheduler.max_num_seqs} sequences "
-                "of a step (max_num_seqs)"
-            )
-        if (params.stop or params.bad_words) and self.tokenizer is None:
-            what = "stop strings" if params.stop else "bad words"
-            raise ValueError(f"{what} need a tokenizer, and the checkpoint has none")
-
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
-        """End a request and free its pages; do nothing if it has ended.
-
-        Never waits, so a finalizer can call it. During a step, the request ends after the step.
-        """
-        self._aborts.append((request_id, reason))
-        self._do_aborts()
 
     def fail(self, reason: str) -> None:
         """End all requests with ``reason`` as their error, and refuse new ones."""
@@ -456,112 +309,18 @@ class Engine:
         self.drop()
         self.scheduler.reset_prefix_cache()
 
-    @property
-    def is_fork(self) -> bool:
-        """True if this process is a fork of the process that made the engine."""
-        return os.getpid() != self._pid
-
     def drop(self) -> None:
         """Drop the launched step and free its memory; sequences with states start over."""
         if self._next is not None and self.scheduler.has_states:
             self.scheduler.start_over()
         self._next = None
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Hold the engine's lock; other threads wait, and their aborts are carried out afterwards.
-
-        Raises ``RuntimeError`` in a fork, where another thread's lock would never be released.
-        """
-        if self.is_fork:
-            raise RuntimeError(
-                f"an engine belongs to the process that made it (pid {self._pid}), and this one, a "
-                "fork of it, has none of its threads: make an LLM in each process, or fork before"
-            )
-        try:
-            with self.lock:
-                yield
-        finally:
-            self._do_aborts()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the engine's lock, as :meth:`reading` does, to change the engine.
-
-        Work launched inside the block runs on the engine's stream.
-
-        Raises ``RuntimeError`` if this thread already holds the lock, for example in a signal
-        handler that interrupts a step.
-        """
-        with self.reading():
-            if self._busy:
-                raise RuntimeError("the engine is in the middle of a step")
-            self._busy = True
-            try:
-                with queued_on(self.stream):
-                    yield
-            finally:
-                self._busy = False
-
-    def _do_aborts(self) -> None:
-        """End aborted requests; if the lock is held, its holder does that in :meth:`reading`."""
-        while self._aborts and self.lock.acquire(blocking=False):
-            try:
-                if self._busy:
-                    return
-                self._busy = True
-                try:
-                    while self._aborts:
-                        request_id, reason = self._aborts.pop(0)
-                        if request_id in self.requests:
-                            self._end_request(self.requests[request_id], reason)
-                finally:
-                    self._busy = False
-            finally:
-                self.lock.release()
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self.scheduler.finish(sequence)
-        sequence.finish_reason = reason
-        complete_text(sequence, self.tokenizer)
-        if sequence.request.finished:
-            ended = self.totals.requests
-            ended[reason] = ended.get(reason, 0) + 1
-            del self.requests[sequence.request.request_id]
-            if not self.requests:
-                self._next = None
-
-    def _end_request(
-        self, request: Request, reason: FinishReason, error: str | None = None
-    ) -> None:
-        request.error = error
-        if error is not None:
-            _log.warning("request %s ends with an error: %s", request.request_id, error)
-        for sequence in request.sequences:
-            if sequence.finish_reason is None:
-                self._finish(sequence, reason)
+        super()._finish(sequence, reason)
+        if not self.requests:
+            self._next = None
 
     def _end_all(self, error: str) -> None:
-        """End all requests and free all pages, even after a failure in the middle of a step."""
-        requests = list(self.requests.values())
-        self.requests.clear()
         self._next, self._start_over = None, False
         self.token_counts = TokenCounts()
-        self.scheduler.reset()
-        sequences = [s for r in requests for s in r.sequences if s.finish_reason is None]
-        for request in requests:
-            request.error = error
-        for sequence in sequences:
-            sequence.finish_reason = "error"
-        for sequence in sequences:
-            complete_text(sequence, self.tokenizer)
-
-
-def _of_requests(step: Step) -> str:
-    """Return the request ids of a step, for a message."""
-    ids = list(dict.fromkeys(sequence.request.request_id for sequence, _ in step.scheduled))
-    if not ids:
-        return ""
-    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
-    noun = "request" if len(ids) == 1 else "requests"
-    return f" of {noun} {', '.join(ids[:8])}{more}"
+        super()._end_all(error)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from vllm_module.runtime.sampling.sampler import Sampled
+from vllm_module.runtime.sampling.bad_words import completing_tokens
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.sampler import LogitsError, Sampled, prompt_logprobs
+from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.step_inputs import Step, StepInputs
+from vllm_module.runtime.transfers import Wait, upload
 
 
 class Execute(Protocol):
@@ -66,3 +72,58 @@ class Launched:
                 if len(sequence.tokens) + 1 < request.max_len:
                     rows.append(row)
         return rows if alive == running else []
+
+    def read_prompt_logprobs(self, wait: Wait) -> list[Request]:
+        """Add the step's prompt logprobs to their requests, and drop their rows of the logits.
+
+        Returns the requests whose logits are broken. ``wait`` waits for the device.
+        """
+        assert self.logits is not None
+        broken, row = [], 0
+        for request, positions in self.prompts:
+            if positions:
+                rows = self.logits[row : row + len(positions)]
+                row += len(positions)
+                assert request.prompt_logprobs is not None
+                tokens = request.prompt_token_ids[positions.start + 1 : positions.stop + 1]
+                count = request.params.prompt_logprobs or 0
+                try:
+                    request.prompt_logprobs += prompt_logprobs(rows, tokens, count, wait)
+                except LogitsError:
+                    broken.append(request)
+        self.logits = self.logits[row:]
+        return broken
+
+    def fork(self, scheduler: Scheduler) -> None:
+        """Add the other samples of complete prompts, each with a row of the logits."""
+        assert self.logits is not None
+        rows, sequences = [], []
+        for row, sequence in enumerate(self.complete):
+            request = sequence.request
+            if len(request.sequences) < request.params.n and sequence.finish_reason is None:
+                scheduler.fork(request)
+                sequences += request.sequences
+                rows += [row] * len(request.sequences)
+            else:
+                sequences.append(sequence)
+                rows.append(row)
+        if len(rows) > len(self.complete):
+            (index,) = upload([array("q", rows)], self.logits.device)
+            self.complete, self.logits = sequences, self.logits[index]
+
+
+def row_of(sequence: Sequence, stop_token_ids: Set[int]) -> Row:
+    """Return what the sampler needs for the next token; draws the sequence's random number.
+
+    ``stop_token_ids``, the model's own end tokens, are banned before ``min_tokens``.
+    """
+    request = sequence.request
+    params = request.params
+    banned: Collection[int] = ()
+    if params.min_tokens and len(sequence.output) < params.min_tokens:
+        banned = stop_token_ids | set(params.stop_token_ids)
+    if request.bad_words:
+        banned = completing_tokens(request.bad_words, sequence.output).union(banned)
+    uniform = 0.0 if params.greedy else sequence.uniform.random()
+    key = (request.arrival, sequence.index)
+    return Row(params, sequence.tokens, request.prompt_len, uniform, banned, key)

@@ -135,10 +135,8 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
     ) -> None:
         begin = time.monotonic()
         # With the arguments above, which a name may be close to.
-        own = (EngineConfig.model_fields.keys() | LLM.__init__.__annotations__) - {
-            "engine",
-            "return",
-        }
+        own = EngineConfig.model_fields.keys() | LLM.__init__.__annotations__
+        own -= {"engine", "return"}
         engine = known_arguments("LLM", engine, own, LLM_ARGUMENTS)
         engine = {name: value for name, value in engine.items() if value is not None}
         generation_folder = own_folder(generation_config)
@@ -189,12 +187,7 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
         loading = LoadConfig() if load_config is None else LoadConfig.model_validate(load_config)
         if load_format is not None:
             loading = LoadConfig(**{**loading.model_dump(), "load_format": load_format})
-        self.executor = Executor(
-            model_config,
-            loading,
-            DeviceConfig(device=device),
-            config,
-        )
+        self.executor = Executor(model_config, loading, DeviceConfig(device=device), config)
         if self.executor.rank > 0:
             self.executor.follow()
             raise SystemExit(0)
@@ -207,9 +200,8 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
             read = None if generation_config == "vllm" else folder
             self._defaults = default_sampling_params(read, override or {})
             self._ids = itertools.count()
-            self.engine = self._make_engine(
-                config, stop_tokens(self.source.folder, folder, override)
-            )
+            end_tokens = stop_tokens(self.source.folder, folder, override)
+            self.engine = self._make_engine(config, end_tokens)
             self._pooler = self._make_pooler(config) if self.executor.worker.is_encoder else None
             self.model_config = ServedModelConfig(
                 model_config.model,

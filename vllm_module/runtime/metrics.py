@@ -89,7 +89,8 @@ class Totals:
         cached_tokens: tokens among them that the prefix cache had.
         generation_tokens: tokens chosen so far.
         preemptions: number of preempted samples.
-        requests: number of ended requests, by the finish reason of their first sample.
+        requests: number of ended requests, by the finish reason of the sample that ended last.
+            Requests that ended because a whole step failed are not counted.
 
     """
 

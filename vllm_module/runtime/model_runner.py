@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from bisect import bisect_left
 from typing import Any
 
@@ -15,9 +16,9 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
 from vllm_module.runtime.pieces import Pieces, captured_sizes
-from vllm_module.runtime.ranks.packing import ALIGNMENT, pack, unpack
 from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, upload
 
 _NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step without tokens
 
@@ -29,10 +30,9 @@ class ModelRunner:
 
     On a GPU, steps that only decode replay CUDA graphs of the model, its logits and their first
     tokens, which :meth:`capture` records for some batch sizes. The next such step overwrites logits
-    and tokens. A batch
-    is padded to the next of these sizes with sequences of no tokens: context 0, and cache slot -1,
-    where nothing is stored. Other steps of few tokens replay graphs of the parts between attention
-    layers, unless torch.compile fuses those.
+    and tokens. A batch is padded to the next of these sizes with sequences of no tokens: context 0,
+    and cache slot -1, where nothing is stored. Other steps of few tokens replay graphs of the parts
+    between attention layers, unless torch.compile fuses those.
 
     Args:
         model: this rank's model.
@@ -66,13 +66,12 @@ class ModelRunner:
         width = -(-max_pages // ALIGNMENT) * ALIGNMENT
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._decoded: torch.Tensor | None = (
-            None  # logits of the last graph, which all graphs share
-        )
+        # Logits of the last graph, which all graphs share.
+        self._decoded: torch.Tensor | None = None
         self._firsts: dict[int, torch.Tensor] = {}  # by size, the first token of each row
         self._first = torch.empty(0)  # those of the last graph
         self._sizes: list[int] = []  # of graphs, ascending
-        self._pieces = Pieces(device, [])
+        self._pieces: Pieces | None = None
         self._compiled = compiled
 
     @torch.inference_mode()
@@ -88,17 +87,17 @@ class ModelRunner:
 
         """
         count, size = len(inputs.input_ids), self._graph_size(inputs)
-        padded = self._pieces.size_for(count) if size is None else size
+        padded, pieces = size, self._pieces
+        if size is None and pieces is not None:
+            padded = pieces.size_for(count)
         padding = 0 if padded is None else padded - count
         parts = self._parts(inputs, padding, 0 if size is None else padding)
-        packed = pack(parts)
-        if self.device.type == "cuda":
-            packed = packed.pin_memory()  # torch reuses this memory once its copies are done
         if size is None:
-            packed = packed.to(self.device, non_blocking=True)
+            views = upload(parts, self.device)
         else:
-            packed = self._static[: len(packed)].copy_(packed, non_blocking=True)
-        *step, rows, entries, pages = unpack(packed, parts)
+            packed = pack(parts, self.device)
+            views = unpack(self._static[: len(packed)].copy_(packed, non_blocking=True), parts)
+        *step, rows, entries, pages = views
         if len(entries):
             self._tables.view(-1).index_copy_(0, entries, pages)
         if sampled is not None:
@@ -110,17 +109,16 @@ class ModelRunner:
             self._first = self._firsts[size]
             logits = self._decoded[:count]
             return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
-        tables = self._tables_of(inputs, step[-1])
-        if padded is not None:
-            metadata = _metadata(step, tables, inputs.max_query_len)
-            with blamed_on(self._cls):
-                hidden = self._pieces.run(step[0], step[1], metadata)
-            return self._logits(hidden, rows)
         longest = inputs.max_query_len
         # True if the step has all tokens of every context.
-        fresh = longest > 1 and sum(inputs.context_lens) == count
-        hidden = self._compute(step, tables, longest, fresh=fresh)
-        self._check(hidden, count)
+        fresh = padded is None and longest > 1 and sum(inputs.context_lens) == count
+        metadata = _metadata(step, self._tables_of(inputs, step[-1]), longest, fresh)
+        if padded is None:
+            hidden = self._forward(step[0], step[1], metadata.laid_out())
+        else:
+            assert pieces is not None, "they have this size"
+            with blamed_on(self._cls):
+                hidden = pieces.run(step[0], step[1], metadata)
         return self._logits(hidden, rows)
 
     def first_tokens(self, logits: torch.Tensor) -> torch.Tensor:
@@ -158,22 +156,21 @@ class ModelRunner:
         # Collecting garbage inside a capture could free memory that must not be freed then.
         gc.collect()
         for size in reversed(sizes):
-            parts = self._parts(_NOTHING, size, 1)
-            step = unpack(pack(parts).to(self.device), parts)[:-3]
+            step = upload(self._parts(_NOTHING, size, 1), self.device)[:-3]
             example = _metadata(step, self._tables.index_select(0, step[-1]), 1)
-            self._pieces.capture(size, self._checked, example, pool)
+            self._pieces.capture(size, self._forward, example, pool)
 
     def _capture_decoding(self, stream: torch.cuda.Stream, pool: Any) -> None:
         """Capture graphs of whole steps that only decode, the largest first."""
         most = len(self._tables)
         sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most]
         # A step that replays a graph has no list longer than these.
-        longest = [(torch.int64, range(most + 1)) for _ in self._parts(_NOTHING, most, most)]
-        self._static = torch.zeros_like(pack(longest), device=self.device)
+        longest = [array("q", range(most + 1)) for _ in self._parts(_NOTHING, most, most)]
+        self._static = torch.zeros_like(pack(longest, self.device), device=self.device)
         plain = plain_rows(most, self.device)
         for size in (most, *reversed(sizes)):
             parts = self._parts(_NOTHING, size, size)
-            packed = pack(parts)
+            packed = pack(parts, self.device)
             self._static[: len(packed)].copy_(packed)
             step = unpack(self._static, parts)[:-3]
             # The first run compiles kernels and allocates the libraries' workspaces.
@@ -192,8 +189,8 @@ class ModelRunner:
 
     def _decode(self, step: list[torch.Tensor]) -> torch.Tensor:
         """Return the logits of sequences with one new token each."""
-        hidden = self._compute(step, self._tables.index_select(0, step[-1]))
-        return self._logits(hidden, slice(None))
+        metadata = _metadata(step, self._tables.index_select(0, step[-1]), 1)
+        return self._logits(self._forward(step[0], step[1], metadata.laid_out()), slice(None))
 
     def _graph_size(self, inputs: StepInputs) -> int | None:
         """Return the size of the graph to replay; ``None`` for a step without one."""
@@ -203,23 +200,7 @@ class ModelRunner:
             return None  # after a fork, or when sequences start over or are swapped in
         return self._sizes[bisect_left(self._sizes, len(inputs.input_ids))]
 
-    def _checked(
-        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        hidden = self._forward(ids, positions, metadata)
-        self._check(hidden, len(ids))
-        return hidden
-
-    def _check(self, hidden: object, count: int) -> None:
-        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != count:
-            raise UnsupportedModelError(
-                f"{self._cls.__name__}.forward should return hidden states of shape "
-                f"({count}, hidden_size), and returned {described_result(hidden)}"
-            )
-
-    def _parts(
-        self, inputs: StepInputs, padding: int, sequences: int
-    ) -> list[tuple[torch.dtype, list[int]]]:
+    def _parts(self, inputs: StepInputs, padding: int, sequences: int) -> list[Numbers]:
         """Return all numbers that the device needs, with ``padding`` tokens that are not stored.
 
         The first ``sequences`` of these tokens form a sequence of context 0 each.
@@ -233,16 +214,16 @@ class ModelRunner:
             pages += changed
         zeros, none = [0] * padding, [0] * sequences
         return [
-            (torch.int64, inputs.input_ids + zeros),
-            (torch.int64, inputs.positions + zeros),
-            (torch.int64, inputs.slot_mapping + [-1] * padding),
-            (torch.int32, inputs.context_lens + none),
-            (torch.int32, [*inputs.query_start_loc, *range(tokens + 1, tokens + sequences + 1)]),
-            (torch.int64, inputs.table_rows + [-1] * sequences),  # slots of states
-            (torch.int64, inputs.table_rows + none),
-            (torch.int64, inputs.rows),
-            (torch.int64, entries),
-            (torch.int32, pages),
+            array("q", inputs.input_ids + zeros),
+            array("q", inputs.positions + zeros),
+            array("q", inputs.slot_mapping + [-1] * padding),
+            array("i", inputs.context_lens + none),
+            array("i", [*inputs.query_start_loc, *range(tokens + 1, tokens + sequences + 1)]),
+            array("q", inputs.table_rows + [-1] * sequences),  # slots of states
+            array("q", inputs.table_rows + none),
+            array("q", inputs.rows),
+            array("q", entries),
+            array("i", pages),
         ]
 
     def _tables_of(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
@@ -253,21 +234,17 @@ class ModelRunner:
             return tables[first : first + count]
         return tables.index_select(0, rows)
 
-    def _compute(
-        self,
-        step: list[torch.Tensor],
-        tables: torch.Tensor,
-        max_query_len: int = 1,
-        *,
-        fresh: bool = False,
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Return the hidden states of a step; its tensors are in the order of :meth:`_parts`."""
-        metadata = _metadata(step, tables, max_query_len, fresh)
-        return self._forward(step[0], step[1], metadata.laid_out())
-
-    def _forward(self, *arguments: torch.Tensor | AttentionMetadata) -> torch.Tensor:
+        """Return the hidden states of a step; refuse those that are no rows of tokens."""
         with blamed_on(self._cls):
-            hidden: torch.Tensor = self.model(*arguments)
+            hidden: torch.Tensor = self.model(ids, positions, metadata)
+        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != len(ids):
+            raise UnsupportedModelError(
+                f"{self._cls.__name__}.forward should return hidden states of shape "
+                f"({len(ids)}, hidden_size), and returned {described_result(hidden)}"
+            )
         return hidden
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
@@ -279,6 +256,7 @@ class ModelRunner:
 def _metadata(
     step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int, fresh: bool = False
 ) -> AttentionMetadata:
+    """Return the metadata of a step, whose tensors are in the order of ``_parts``."""
     _, _, slot_mapping, context_lens, query_start_loc, slots = step[:6]
     places = slot_mapping, tables, context_lens, query_start_loc
     return AttentionMetadata(*places, max_query_len, fresh=fresh, state_slots=slots)

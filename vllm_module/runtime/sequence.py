@@ -65,11 +65,6 @@ class Sequence:
         """Generated tokens."""
         return self.tokens[self.request.prompt_len :]
 
-    @property
-    def remaining(self) -> int:
-        """Number of tokens whose keys and values are not in the cache yet."""
-        return len(self.tokens) - self.num_computed
-
     def prompt_logprob_positions(self, count: int) -> range:
         """Return the positions, of the next ``count``, whose prompt logprobs are still missing.
 

@@ -35,10 +35,17 @@ def serve(
 
     """
     running: dict[Request, tuple[int, int]] = {}  # to its index, and its tokens that were yielded
-
-    def step_until(most: int) -> Indexed:
-        """Step until at most so many requests run."""
-        while len(running) > most:
+    coming: Iterator[tuple[int, Request | RequestOutput]] | None = enumerate(requests)
+    try:
+        while running or coming:
+            while coming and len(running) != concurrency:
+                index, request = next(coming, (-1, None))
+                if request is None:
+                    coming = None
+                elif isinstance(request, RequestOutput):
+                    yield index, request
+                else:
+                    running[request] = index, 0
             changed = []
             # A step for another caller may have computed tokens of these requests, or ended some.
             # With the lock, no other thread's step adds a token between the count and the output.
@@ -52,19 +59,9 @@ def serve(
                     else:
                         continue
                     changed.append((index, output(request)))
-            if not changed:
+            if running and not changed:
                 engine.step(on_step)
             yield from changed
-
-    try:
-        for index, request in enumerate(requests):
-            if isinstance(request, RequestOutput):
-                yield index, request
-                continue
-            running[request] = index, 0
-            if len(running) == concurrency:
-                yield from step_until(concurrency - 1)
-        yield from step_until(0)
     finally:
         for request in running:
             engine.abort(request.request_id)

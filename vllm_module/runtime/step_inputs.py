@@ -9,7 +9,7 @@ from vllm_module.runtime.sequence import Sequence
 
 @dataclass
 class Moves:
-    """What is copied before a step, as (from, to) pairs, in this order.
+    """Pages or states that are copied before a step, as (from, to) pairs, in this order.
 
     Attributes:
         swapped_out, copied, swapped_in: from the device to the host, on the device, from the host
@@ -31,18 +31,15 @@ class Step:
 
     Attributes:
         scheduled: sequences, each with the number of its next tokens to compute.
-        swapped_out, copied, swapped_in: (from, to) pairs of pages, copied in this order: from the
-            device to the host, on the device, from the host to the device.
-        states: (from, to) pairs of states; on the device, these are rows.
+        pages: pages that are copied.
+        states: states that are copied; on the device, they are named by the rows of sequences.
         saved: (from, to) pairs of a row and the slot of a saved state, in either direction. All
             that is copied on the device is read before any of it is written.
 
     """
 
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    swapped_out: list[tuple[int, int]] = field(default_factory=list)
-    copied: list[tuple[int, int]] = field(default_factory=list)
-    swapped_in: list[tuple[int, int]] = field(default_factory=list)
+    pages: Moves = field(default_factory=Moves)
     states: Moves = field(default_factory=Moves)
     saved: list[tuple[int, int]] = field(default_factory=list)
 
@@ -52,7 +49,16 @@ class Step:
 
         Saved states are given up if it fails, and sequences that used them start over.
         """
-        return bool(self.swapped_out or self.copied or self.swapped_in or self.states)
+        return bool(self.pages or self.states)
+
+    def of_requests(self) -> str:
+        """Return " of requests" with their ids, for a message; nothing for an empty step."""
+        ids = list(dict.fromkeys(sequence.request.request_id for sequence, _ in self.scheduled))
+        if not ids:
+            return ""
+        more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+        noun = "request" if len(ids) == 1 else "requests"
+        return f" of {noun} {', '.join(ids[:8])}{more}"
 
 
 @dataclass
@@ -60,7 +66,7 @@ class StepInputs:
     """The plain numbers by which a rank computes a step; one message carries them to all ranks.
 
     Attributes:
-            input_ids, positions: tokens of the step and their positions, sequence by sequence.
+        input_ids, positions: tokens of the step and their positions, sequence by sequence.
         slot_mapping: the cache slot of each token: its page * page size + its place on the page.
         context_lens: number of each sequence's tokens up to the end of this step.
         query_start_loc: start of each sequence's tokens, and the end of the last one's.
@@ -72,9 +78,9 @@ class StepInputs:
         max_query_len: largest number of tokens of a sequence in this step.
         num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
             ``num_sampled`` tokens that the step before has chosen, which are on the device.
-        swapped_out, copied, swapped_in: as in :class:`Step`.
-            states: as there, with the copies of saved states; ``None`` if no states are moved. The
-            slot of a sequence's state is the row of its block table.
+        pages, states: what is copied before that, as in :class:`Step`, with the copies of saved
+            states; ``None`` for nothing. The slot of a sequence's state is the row of its block
+            table.
 
     """
 
@@ -89,9 +95,7 @@ class StepInputs:
     rows: list[int]
     max_query_len: int
     num_sampled: int = 0
-    swapped_out: list[tuple[int, int]] = field(default_factory=list)
-    copied: list[tuple[int, int]] = field(default_factory=list)
-    swapped_in: list[tuple[int, int]] = field(default_factory=list)
+    pages: Moves | None = None
     states: Moves | None = None
 
 
@@ -151,9 +155,7 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
         most_pages,
         prompt_rows + last_rows,
         longest,
-        swapped_out=step.swapped_out,
-        copied=step.copied,
-        swapped_in=step.swapped_in,
+        pages=step.pages or None,
         states=states or None,
     )
 

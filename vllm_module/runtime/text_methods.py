@@ -120,10 +120,11 @@ class TextMethods:
                     count(index not in ended)
                     ended[index] = output
             return [ended[index] for index in range(len(requests))]
-        finally:
+        except BaseException:
             for each in requests:
                 if isinstance(each, Request):
                     self.engine.abort(each.request_id)  # does nothing for a finished request
+            raise
 
     def serve(
         self,
@@ -373,8 +374,8 @@ class TextMethods:
             return refused(request_id, text, ids, error)
 
     def _output(self, request: Request) -> RequestOutput:
-        with self.engine.reading():
-            output = request_output(request)
+        """Return a request's output so far; :func:`serve` holds the engine's lock meanwhile."""
+        output = request_output(request)
         if self.tokenizer is not None and request.params.detokenize:
             for entries in (output.prompt_logprobs, *(each.logprobs for each in output.outputs)):
                 decode_logprobs(entries, self.tokenizer)

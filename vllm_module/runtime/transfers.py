@@ -10,35 +10,53 @@ import torch
 from torch import Tensor
 
 Numbers: TypeAlias = "array[float] | array[int]"
+# Triton compiles another variant of a kernel for addresses and strides that are no multiples.
+ALIGNMENT = 16
+_DTYPES = {"d": torch.float64, "q": torch.int64, "i": torch.int32}
+
+
+def pack(arrays: Sequence[Numbers], device: torch.device) -> Tensor:
+    """Return the bytes of all arrays, one after another, as uint8 in host memory.
+
+    Args:
+        arrays: arrays of type code "d", "q" or "i", not all of them empty.
+        device: device that they are copied to next. For a GPU, the memory is pinned, because a copy
+            from pageable memory would wait for the device.
+
+    """
+    data = bytearray()
+    for each in arrays:
+        data += each
+        data += bytes(-len(data) % ALIGNMENT)
+    packed = torch.frombuffer(data, dtype=torch.uint8)
+    # torch reuses pinned memory once its copies are done.
+    return packed.pin_memory() if device.type == "cuda" else packed
+
+
+def unpack(packed: Tensor, arrays: Sequence[Numbers]) -> list[Tensor]:
+    """Return a view of each array in ``packed``, which :func:`pack` made of equal lengths."""
+    of_code = {code: packed.view(dtype) for code, dtype in _DTYPES.items()}
+    views, begin = [], 0
+    for each in arrays:
+        first = begin // each.itemsize
+        views.append(of_code[each.typecode][first : first + len(each)])
+        nbytes = len(each) * each.itemsize
+        begin += nbytes + -nbytes % ALIGNMENT
+    return views
 
 
 def upload(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     """Copy arrays to the device in one copy, for which the host does not wait.
 
     Args:
-        arrays: arrays of type code "d" or "q".
+        arrays: as for :func:`pack`.
         device: device of the tensors.
 
     Returns:
-        A tensor for each array, in float64 or int64.
+        A tensor for each array, in float64, int64 or int32.
 
     """
-    packed = bytearray().join(arrays)
-    if not packed:
-        return [torch.empty(0, dtype=_DTYPES[each.typecode], device=device) for each in arrays]
-    sent = _send(torch.frombuffer(packed, dtype=torch.int64), device)
-    parts = torch.split(sent, [len(each) for each in arrays])
-    return [part.view(_DTYPES[each.typecode]) for part, each in zip(parts, arrays, strict=True)]
-
-
-_DTYPES = {"d": torch.float64, "q": torch.int64}
-
-
-def _send(numbers: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        # A copy from pageable memory would wait for the device.
-        numbers = numbers.pin_memory()
-    return numbers.to(device, non_blocking=True)
+    return unpack(pack(arrays, device).to(device, non_blocking=True), arrays)
 
 
 # Function that returns when the device has reached an event.

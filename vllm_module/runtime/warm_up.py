@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
-from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.step_inputs import Moves, StepInputs
 
 
 def warm_up_steps(
@@ -30,8 +30,8 @@ def warm_up_steps(
     """
     most_pages = -(-max_model_len // page_size)
     step = _step([1], [1], 1)
-    step.swapped_out = step.swapped_in = [(0, 0)] if host_pages else []
-    step.copied = [(0, 1)] if num_pages > 1 else []
+    swapped = [(0, 0)] if host_pages else []
+    step.pages = Moves(swapped, [(0, 1)] if num_pages > 1 else [], swapped)
     yield step
     for pages in _powers(most_pages):  # one new token on cached pages
         yield _step([1], [min(pages * page_size, max_model_len)], pages)

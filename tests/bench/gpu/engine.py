@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from machine import spread
+from stepping import steps as one_by_one
 
 from gpu import ceilings
 from gpu.ceilings import rates
@@ -97,49 +98,41 @@ def measure(
     lasting = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
     params = SamplingParams(**sampling, **lasting)
     prompts = [[draw(engine.vocab_size) for _ in range(prompt)] for _ in range(count)]
-    begin = time.perf_counter()
-    for index, ids in enumerate(prompts):
-        engine.add(str(index), ids, params)
-    first: dict[str, float] = {}
-    while len(first) < count:
-        for request in engine.step():
+    requests = [engine.add(str(index), ids, params) for index, ids in enumerate(prompts)]
+    served = one_by_one(engine, requests)
+    while not all(request.metrics.num_generation_tokens for request in requests):
+        next(served)
+        for request in requests:
             if request.error is not None:
                 raise RuntimeError(request.error)
-            first.setdefault(request.request_id, time.perf_counter() - begin)
-    engine.step()
+    first = [request.metrics.first_token_latency for request in requests]
+    next(served)
     device.synchronize()
-    times = []
-    for _ in range(steps):
-        before = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - before)
+    times = [next(served).seconds for _ in range(steps)]
     contexts = sum(len(s.tokens) for r in engine.requests.values() for s in r.sequences)
-    busy, launches = device.busy(lambda: [engine.step() for _ in range(PROFILED)])
+    busy, launches = device.busy(lambda: [next(served) for _ in range(PROFILED)])
     arrival = SamplingParams(temperature=0, max_tokens=1)
     new_prompt = min(prompt, NEW_PROMPT)
 
     def mixed_step() -> float:
         ids = [draw(engine.vocab_size) for _ in range(new_prompt)]
         engine.add(f"new {len(mixed)}", ids, arrival)
-        before = time.perf_counter()
-        engine.step()
-        mixed.append(time.perf_counter() - before)
+        mixed.append(next(served).seconds)
         return mixed[-1]
 
     mixed: list[float] = []
     # With overlap, a step without the new prompt is launched before each arrival, and the next one
     # has the prompts of two.
     overlapped, engine.async_scheduling = engine.async_scheduling, False
-    engine.step()  # what was launched before
+    next(served)  # what was launched before
     mixed_times = [mixed_step() for _ in range(steps)]
     mixed_busy, mixed_launches = device.busy(lambda: [mixed_step() for _ in range(PROFILED)])
     engine.async_scheduling = overlapped
     mixed_step_time = statistics.median(mixed_times)
-    for request_id in list(engine.requests):
-        engine.abort(request_id)
+    served.close()  # which aborts the requests
     step = statistics.median(times)
     return {
-        "first_token": spread(list(first.values())),
+        "first_token": spread(first),
         "step": spread(times),
         "tokens_per_second": count * steps / sum(times),
         "busy": None if busy is None else busy / PROFILED,

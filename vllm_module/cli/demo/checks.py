@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.output import CommandError
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
-from vllm_module.runtime.llm import LLM
-from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights import Weight, read_into
 
 CPU = torch.device("cpu")
@@ -26,15 +23,11 @@ _TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order differ 
 
 @dataclass(frozen=True)
 class SizeResult:
-    """The results of one size: bytes that each rank read, logits of the prompt, tokens after it.
-
-    ``tokens`` is empty at size 1, where :func:`llm_tokens` generates.
-    """
+    """The results of one size: bytes that each rank read, and logits at all positions of a text."""
 
     tp_size: int
     bytes_read: list[int]
     logits: torch.Tensor
-    tokens: list[int]
 
     def logits_difference(self, other: SizeResult) -> float:
         """Return the largest difference of logits; raise if rounding does not explain it."""
@@ -49,59 +42,25 @@ class SizeResult:
 
 
 @torch.no_grad()
-def run_size(
-    source: ModelSource, tp_size: int, prompt: list[int], max_tokens: int, stops: Collection[int]
-) -> SizeResult:
-    """Load at ``tp_size``, each rank in a thread; check the shards, compute and generate."""
+def run_size(source: ModelSource, tp_size: int, tokens: list[int]) -> SizeResult:
+    """Load at ``tp_size``, each rank in a thread; check the shards and compute the logits."""
 
-    def rank(rank: int) -> tuple[vLLMModule, int, torch.Tensor, list[int]]:
+    def rank(rank: int) -> tuple[vLLMModule, int, torch.Tensor]:
         with source.open() as checkpoint:
-            model = source.build(CPU)
+            model: Any = source.build(CPU)
             model.load_weights(checkpoint.items())
             nbytes = checkpoint.bytes_read
-        logits = _logits(model, prompt)
-        tokens = _greedy_tokens(model, prompt, max_tokens, stops) if tp_size > 1 else []
-        return model, nbytes, logits, tokens
+        # Without a KV cache.
+        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)))
+        return model, nbytes, model.compute_logits(hidden)
 
-    models, bytes_read, logits, tokens = zip(*run_ranks(tp_size, rank), strict=True)
+    models, bytes_read, logits = zip(*run_ranks(tp_size, rank), strict=True)
     for index in range(1, tp_size):
-        if not torch.equal(logits[index], logits[0]) or tokens[index] != tokens[0]:
+        if not torch.equal(logits[index], logits[0]):
             raise CommandError(f"rank {index} of {tp_size} computed other values than rank 0")
     with source.open() as checkpoint:
         check_shards(checkpoint, models)
-    return SizeResult(tp_size, list(bytes_read), logits[0], tokens[0])
-
-
-def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Return the logits at every position of a sequence, without a KV cache."""
-    logits: torch.Tensor = model.compute_logits(
-        model(torch.tensor(tokens), torch.arange(len(tokens)))
-    )
-    return logits
-
-
-def _greedy_tokens(
-    model: vLLMModule, prompt: list[int], max_tokens: int, stops: Collection[int]
-) -> list[int]:
-    """Generate on this rank without an engine: each token takes a pass over all tokens before."""
-    config: Any = model.config
-    most = min(len(prompt) + max_tokens, config.context_length or sys.maxsize)
-    tokens = list(prompt)
-    while len(tokens) < most:
-        tokens.append(int(_logits(model, tokens)[-1].argmax()))
-        if tokens[-1] in stops:
-            break
-    return tokens[len(prompt) :]
-
-
-def llm_tokens(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
-    """Return the greedy tokens of :class:`LLM`."""
-    with LLM(str(folder), dtype="float32", device="cpu") as llm:
-        greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
-        (output,) = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)
-    if output.error:
-        raise CommandError(output.error)
-    return output.outputs[0].token_ids
+    return SizeResult(tp_size, list(bytes_read), logits[0])
 
 
 def check_shards(checkpoint: Mapping[str, Weight], models: Sequence[vLLMModule]) -> None:
@@ -135,9 +94,9 @@ def check_shards(checkpoint: Mapping[str, Weight], models: Sequence[vLLMModule])
 
 
 def transformers_tokens(
-    folder: Path, prompt: list[int], max_tokens: int, stops: Collection[int]
+    folder: Path, prompt: list[int], count: int
 ) -> tuple[str, list[int]] | None:
-    """Return transformers' version and greedy tokens, or None if it is not installed."""
+    """Return transformers' version and its greedy tokens, or None if it is not installed."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -145,12 +104,7 @@ def transformers_tokens(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    greedy = transformers.GenerationConfig(
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        eos_token_id=sorted(stops) or None,
-        pad_token_id=0,
-    )
+    greedy = transformers.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
     ids = torch.tensor([prompt])
     generated = model.eval().generate(ids, greedy, attention_mask=torch.ones_like(ids))
     return transformers.__version__, generated[0, len(prompt) :].tolist()

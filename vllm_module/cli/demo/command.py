@@ -46,7 +46,7 @@ def demo(
     from vllm_module.build.model_source import ModelSource
     from vllm_module.cli.demo.checkpoint import PARAGRAPH, PROMPT
     from vllm_module.cli.demo.damage import refuse_damaged
-    from vllm_module.cli.demo.steps import Prompt, compare_texts, load_sizes, show_plan
+    from vllm_module.cli.demo.steps import Text, compare_texts, load_sizes, show_plan
     from vllm_module.cli.demo.transcript import Transcript
     from vllm_module.config import ModelConfig
 
@@ -58,13 +58,13 @@ def demo(
             _make_checkpoint(transcript, folder)
         # In float32, the order of a sum does not change a token.
         source = ModelSource.find(ModelConfig(model=checkpoint or str(folder), dtype="float32"))
-        if checkpoint is None:
-            prompt = Prompt.encode(source, PROMPT, max_tokens=200, expected=PARAGRAPH)
-        else:
-            prompt = Prompt.encode(source, "The capital of France is", max_tokens=24)
         sizes = show_plan(transcript, source)
-        results = load_sizes(transcript, source, sizes, prompt)
-        compare_texts(transcript, source, results, prompt)
+        if checkpoint is None:
+            text, expected = Text.generate(source, PROMPT, max_tokens=200), PARAGRAPH
+        else:
+            text, expected = Text.generate(source, "The capital of France is", max_tokens=24), None
+        results = load_sizes(transcript, source, sizes, text)
+        compare_texts(transcript, source, results, text, expected)
         refuse_damaged(transcript, source)
     took = time.perf_counter() - start
     transcript.out.print(f"\nAll checks passed in {took:.0f} s.", style="bold")

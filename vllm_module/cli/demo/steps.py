@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from vllm_module.base.messages import install
 from vllm_module.build.model_source import ModelSource
-from vllm_module.cli.demo.checks import SizeResult, llm_tokens, run_size, transformers_tokens
+from vllm_module.cli.demo.checks import SizeResult, run_size, transformers_tokens
 from vllm_module.cli.demo.transcript import Transcript
 from vllm_module.cli.output import CommandError, size
 from vllm_module.cli.rank_plan import RankPlan, plan_ranks
 from vllm_module.cli.tensor_plan import tensor_rows
 from vllm_module.errors import ShardingError
-from vllm_module.runtime.generation_config import stop_tokens
+from vllm_module.runtime.llm import LLM
+from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
 _SIZES = (1, 2, 4)
@@ -20,30 +21,26 @@ _MAX_LINES = 7
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What the models continue, by at most ``max_tokens``; ``text`` only if there is a tokenizer.
+class Text:
+    """A prompt and the tokens after it; ``prompt`` is text only if there is a tokenizer."""
 
-    ``expected`` is the whole text that has to result, prompt included, if it is known.
-    """
-
-    text: str | None
+    prompt: str | None
     ids: list[int]
-    max_tokens: int
-    stop_token_ids: set[int]
+    tokens: list[int]
     tokenizer: Tokenizer | None
-    expected: str | None = None
 
     @classmethod
-    def encode(
-        cls, source: ModelSource, text: str, *, max_tokens: int, expected: str | None = None
-    ) -> Prompt:
-        """Encode ``text``; without a tokenizer, take two token ids instead."""
-        stops = stop_tokens(source.folder)
-        if not (source.folder / "tokenizer.json").is_file():
-            ids = [min(token, source.config.vocab_size - 1) for token in (1, 2)]
-            return cls(None, ids, max_tokens, stops, None)
-        tokenizer = Tokenizer(source.folder)
-        return cls(text, tokenizer.encode(text), max_tokens, stops, tokenizer, expected)
+    def generate(cls, source: ModelSource, prompt: str, max_tokens: int) -> Text:
+        """Continue a prompt greedily; without a tokenizer, continue two token ids instead."""
+        greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+        with LLM(str(source.folder), dtype="float32", device="cpu") as llm:
+            last = llm.model_config.get_vocab_size() - 1
+            given = prompt if llm.tokenizer else [min(token, last) for token in (1, 2)]
+            (output,) = llm.generate(given, greedy, use_tqdm=False)
+            if output.error:
+                raise CommandError(output.error)
+            tokens = output.outputs[0].token_ids
+            return cls(output.prompt, output.prompt_token_ids, tokens, llm.tokenizer)
 
     def show(self, tokens: list[int]) -> str:
         """Return the prompt and the tokens after it, as text or token ids."""
@@ -80,13 +77,13 @@ def show_plan(transcript: Transcript, source: ModelSource) -> list[int]:
 
 
 def load_sizes(
-    transcript: Transcript, source: ModelSource, sizes: list[int], prompt: Prompt
+    transcript: Transcript, source: ModelSource, sizes: list[int], text: Text
 ) -> list[SizeResult]:
     """Load and run each size, and compare it with the checkpoint and with the first size."""
     transcript.title(f"Load at tensor-parallel sizes {_listed(sizes)}, the ranks in threads")
     results: list[SizeResult] = []
     for tp_size in sizes:
-        result = run_size(source, tp_size, prompt.ids, prompt.max_tokens, prompt.stop_token_ids)
+        result = run_size(source, tp_size, text.ids + text.tokens)
         results.append(result)
         read = " + ".join(size(nbytes) for nbytes in result.bytes_read)
         transcript.line(f"size {tp_size}: read {read}")
@@ -101,25 +98,33 @@ def load_sizes(
 
 
 def compare_texts(
-    transcript: Transcript, source: ModelSource, results: list[SizeResult], prompt: Prompt
+    transcript: Transcript,
+    source: ModelSource,
+    results: list[SizeResult],
+    text: Text,
+    expected: str | None = None,
 ) -> None:
-    """Print the generated text; check that every size, and transformers, generates the same."""
-    transcript.title("Generate greedily" + (f', from "{prompt.text}"' if prompt.text else ""))
-    tokens = llm_tokens(source.folder, prompt.ids, prompt.max_tokens)
-    text = prompt.show(tokens)
-    transcript.quote(text)
-    if prompt.expected is not None and text != prompt.expected:
+    """Print the generated text; check that every size, and transformers, generates the same.
+
+    A size generates the same if each token is the most probable one after those before it.
+    ``expected`` is the whole text that has to result, if it is known.
+    """
+    transcript.title("Generate greedily" + (f', from "{text.prompt}"' if text.prompt else ""))
+    shown = text.show(text.tokens)
+    transcript.quote(shown)
+    if expected is not None and shown != expected:
         raise CommandError("the model generated another text than it was trained on")
-    for result in results[1:]:
-        _check_same(prompt, tokens, result.tokens, f"tensor-parallel size {result.tp_size}")
+    for result in results:
+        chosen = result.logits[len(text.ids) - 1 : -1].argmax(-1).tolist()
+        _check_same(text, chosen, f"tensor-parallel size {result.tp_size}")
     sizes = _listed([result.tp_size for result in results])
-    transcript.ok(f"the same {len(tokens)} tokens at size {sizes}")
-    peer = transformers_tokens(source.folder, prompt.ids, prompt.max_tokens, prompt.stop_token_ids)
+    transcript.ok(f"the same {len(text.tokens)} tokens at size {sizes}")
+    peer = transformers_tokens(source.folder, text.ids, len(text.tokens))
     if peer is None:
         transcript.line(f"{install('demo')}, adds the comparison with transformers")
         return
-    version, peer_tokens = peer
-    _check_same(prompt, tokens, peer_tokens, f"transformers {version}")
+    version, tokens = peer
+    _check_same(text, tokens, f"transformers {version}")
     transcript.ok(f"the same tokens from transformers {version}, which loads the same folder")
 
 
@@ -133,9 +138,9 @@ def _listed(sizes: list[int]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _check_same(prompt: Prompt, tokens: list[int], other: list[int], whose: str) -> None:
-    if tokens != other:
+def _check_same(text: Text, other: list[int], whose: str) -> None:
+    if text.tokens != other:
         raise CommandError(
-            f"{whose} generated another text:\n{prompt.show(other)}\ninstead of:\n"
-            f"{prompt.show(tokens)}"
+            f"{whose} generated another text:\n{text.show(other)}\ninstead of:\n"
+            f"{text.show(text.tokens)}"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -11,8 +10,7 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.kernels.attention.copy_blocks import copy_blocks
 from vllm_module.kernels.attention.swap_blocks import swap_blocks
 from vllm_module.quantization import QuantizableKVCache
-
-Pairs = Sequence[tuple[int, int]]
+from vllm_module.runtime.step_inputs import Moves
 
 
 def attention_layers(model: vLLMModule) -> list[QuantizableKVCache]:
@@ -77,12 +75,12 @@ class KVCache:
         """Bytes on the device."""
         return sum(cache.nbytes for cache in self._caches)
 
-    def move(self, swapped_out: Pairs, copied: Pairs, swapped_in: Pairs) -> None:
-        """Copy pages, given as (from, to): to the host, on the device, then from the host."""
+    def move(self, moves: Moves) -> None:
+        """Copy pages: to the host, on the device, then from the host."""
         for cache, host in zip(self._caches, self._host_caches, strict=False):
-            if swapped_out:
-                swap_blocks(cache, host, torch.tensor(swapped_out))
-        if copied:
+            if moves.swapped_out:
+                swap_blocks(cache, host, torch.tensor(moves.swapped_out))
+        if copied := moves.copied:
             # A page that was copied from may be freed, allocated again and copied to in the same
             # step. Then the order matters, and a single launch has no order.
             ordered = {source for source, _ in copied} & {target for _, target in copied}
@@ -90,8 +88,8 @@ class KVCache:
                 for cache in self._caches:
                     copy_blocks(cache, torch.tensor(pairs).to(cache.device))
         for cache, host in zip(self._caches, self._host_caches, strict=False):
-            if swapped_in:
-                swap_blocks(host, cache, torch.tensor(swapped_in))
+            if moves.swapped_in:
+                swap_blocks(host, cache, torch.tensor(moves.swapped_in))
 
     def close(self) -> None:
         """Remove the cache from the model's layers and release its memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm_module.kernels.matmul.linear import Products, fastest_products, produc
 from vllm_module.runtime.devices import as_called, current, own_device
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.ranks.group import Ranks, join, meeting_place
-from vllm_module.runtime.ranks.worker import Worker
+from vllm_module.runtime.ranks.worker import Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import Weight, receive_weights, send_weights
 
@@ -74,7 +74,7 @@ class Executor:
             """Find the model here, so that the ranks on this host read from the same folder."""
             nonlocal model
             model = ModelSource.find(model, load_config.load_format)
-            _check_ranks(model, size)
+            check_ranks(model, size)
             return model, load_config, device_config, config
 
         size, device = config.tensor_parallel_size, device_config.torch_device
@@ -106,47 +106,43 @@ class Executor:
         Returns the numbers of pages on the device and in host memory. Raises ``ValueError`` if not
         a single page fits.
         """
-        config = self.worker.config
-        most = config.max_num_seqs * -(-max_model_len // config.block_size)
         worker = self.worker
+        most = worker.config.max_num_seqs * -(-max_model_len // worker.config.block_size)
         pages = min(most, *self._everywhere("pages", max_model_len))
         if pages < 1:
-            states, lower = "", ""
-            if worker.state_bytes:
-                nbytes = worker.num_states * worker.state_bytes
-                states = f" beside {worker.describe_states()} ({nbytes} bytes)"
-                lower = ", or lower max_num_seqs"
-                if worker.caches_prefixes:
-                    lower += ", or leave out enable_prefix_caching"
-            raise ValueError(
-                f"there is no memory for a page of {config.block_size} tokens, which takes "
-                f"{worker.page_bytes} bytes{states}: raise kv_cache_memory_bytes or "
-                f"gpu_memory_utilization{lower}"
-            )
+            raise ValueError(worker.no_page())
         host_pages = min(most, worker.host_bytes // worker.page_bytes) if worker.page_bytes else 0
         self._everywhere("start", pages, host_pages, max_model_len)
         return pages, host_pages
 
-    def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, inputs: StepInputs | EmbeddingInputs, sampled: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute a step on every rank and return the logits ``[rows, vocab]``.
 
         A GPU may still compute them: call :meth:`wait` before reading results computed from them.
 
         Args:
-            inputs: the numbers of the step.
-            sampled: the tokens that ``inputs.input_ids`` index, if they are indices.
+            inputs: the numbers of the step, or of a batch of an encoder, which gives embeddings.
+            sampled: the tokens that ``inputs.input_ids`` index, if they are indices. Other ranks
+                receive them inside the step.
 
         Raises ``ModelNotReadyError`` after a failed update of the weights.
 
         """
-        return self._compute("run", inputs, *([] if sampled is None else [sampled]))
+        if self.refusal is not None:
+            raise ModelNotReadyError(self.refusal)
+        with self._or_end(self._step_timeout), products(self.products):
+            self._tell("run", inputs, self.products)
+            result: torch.Tensor = self._do("run", inputs, sampled)
+        return result
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait until the device has reached ``event``, or another rank fails or hangs."""
         if self.size == 1:
             event.synchronize()
             return
-        with self._or_end(), at_most(self._step_timeout, self._ranks.say_who_hangs):
+        with self._or_end(self._step_timeout):
             until(event.query)  # event.synchronize would wait outside of Python
             if self._ranks.aborted:  # collectives were aborted, so the results are wrong
                 self.check()
@@ -157,29 +153,14 @@ class Executor:
 
         Raises what :meth:`run` raises.
         """
-        embeddings = self._compute("embed", inputs)
+        embeddings = self.run(inputs)
         if self.size > 1 and embeddings.is_cuda:
             self.wait(torch.cuda.current_stream(embeddings.device).record_event())
         return embeddings
 
-    def _compute(
-        self, name: str, inputs: StepInputs | EmbeddingInputs, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        """Call ``run`` or ``embed`` of every rank's worker and return this rank's result.
-
-        Only this rank's worker gets ``tensors``.
-        """
-        if self.refusal is not None:
-            raise ModelNotReadyError(self.refusal)
-        with self._or_end(), at_most(self._step_timeout, self._ranks.say_who_hangs):
-            self._tell(name, inputs, self.products)
-            with products(self.products):
-                result: torch.Tensor = self._do(name, inputs, *tensors)
-            return result
-
     def check(self) -> None:
         """Raise if the engine has ended, as every method does, or if a rank's process has."""
-        if self._closed is None and self._ranks.ended:
+        if self.size > 1 and self._closed is None and self._ranks.ended:
             with self._or_end():
                 raise RankError("another rank ended")
         if self._lost is not None:
@@ -198,16 +179,18 @@ class Executor:
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
             weights = as_called(weights, own_device(torch.device("cuda")))
         with self._or_refuse():
-            if self.size == 1:
+            # Other ranks get the weights one by one, and write each before the next one arrives.
+            if self.size > 1 and isinstance(weights, Collection):
+                self.check()
+                self._do("check_update", weights, whole=whole)
+            with self._or_end(self._timeout):
                 self._tell("update_weights", whole)
-                self._do("update_weights", weights, whole=whole)
+            take = partial(self._do, "update_weights", whole=whole)
+            if self.size == 1:
+                take(weights)
             else:
-                # Other ranks get the weights one by one, and write each before the next one
-                # arrives.
-                if isinstance(weights, Collection):
-                    self.check()
-                    self._do("check_update", weights, whole=whole)
-                self._send(weights, whole)
+                with self._or_end(self._timeout, unless_refused=True):
+                    send_weights(weights, group=self._ranks.control, also=take)
             self._updated = True
             if self.asleep:
                 self._everywhere("wake_up")
@@ -304,11 +287,10 @@ class Executor:
 
     def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank's worker and return all results, by rank."""
+        with self._or_end(self._timeout):
+            self._tell(name, *arguments)
         if self.size == 1:
-            self._tell(name, *arguments)
             return [self._do(name, *arguments)]
-        with self._or_end(), at_most(self._timeout, self._ranks.say_who_hangs):
-            self._tell(name, *arguments)
         with self._or_end(unless_refused=True):
             return self._together(name, arguments)
 
@@ -318,19 +300,9 @@ class Executor:
         group, refusals = self._ranks.control, (Exception,)
         return together(work, timeout=self._timeout, group=group, refusals=refusals)
 
-    def _send(
-        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool
-    ) -> None:
-        """Send weights to the other ranks, and update this rank's model with each as it is sent."""
-        with self._or_end(), at_most(self._timeout, self._ranks.say_who_hangs):
-            self._tell("update_weights", whole)
-        with self._or_end(unless_refused=True), at_most(self._timeout, self._ranks.say_who_hangs):
-            take = partial(self._do, "update_weights", whole=whole)
-            send_weights(weights, group=self._ranks.control, also=take)
-
     def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Run this rank's part of a method that rank 0 runs."""
-        if name in ("run", "embed"):
+        if name == "run":
             inputs, chosen = arguments
             with products(chosen):
                 self._do(name, inputs)
@@ -367,14 +339,18 @@ class Executor:
         self.refusal = None
 
     @contextmanager
-    def _or_end(self, *, unless_refused: bool = False) -> Iterator[None]:
+    def _or_end(
+        self, limit: float | None = None, *, unless_refused: bool = False
+    ) -> Iterator[None]:
         """If this rank raises, end the engine on all ranks, because they are out of step then.
 
         With ``unless_refused``, a refusal does not, because ranks exchange refusals inside the
-        block.
+        block. ``limit`` is the most seconds that one wait for other ranks may take.
         """
+        waits = None if self.size == 1 else limit
         try:
-            yield
+            with nullcontext() if waits is None else at_most(waits, self._ranks.say_who_hangs):
+                yield
         except BaseException as error:
             if self.size == 1 or self._closed is not None:
                 raise
@@ -394,18 +370,6 @@ class Executor:
 def _fastest_products(threads: int) -> Products:
     """Measure which library multiplies faster, once for each number of threads in this process."""
     return fastest_products()
-
-
-def _check_ranks(source: ModelSource, size: int) -> None:
-    """Raise ``ShardingError`` if the model cannot be divided among ``size`` ranks.
-
-    The last rank is tried, because it has the smallest shards, or none.
-    """
-    with source.open() as checkpoint:
-        tensors = len(checkpoint)
-    for rank in (0, size - 1):
-        with tensor_parallel(rank=rank, size=size):
-            source.build(torch.device("cpu"), tensors)
 
 
 def _is_refusal(error: BaseException) -> bool:

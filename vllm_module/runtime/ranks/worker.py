@@ -16,7 +16,7 @@ from vllm_module.build.loader import find_and_load
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.core.fill import refuse_nan
-from vllm_module.distributed import tensor_parallel_group
+from vllm_module.distributed import tensor_parallel, tensor_parallel_group
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
@@ -132,6 +132,21 @@ class Worker:
             return most if left >= 0 else 0
         return max(0, left) // self.page_bytes
 
+    def no_page(self) -> str:
+        """Return a message for memory that is too small for a page, with what to change."""
+        states, lower = "", ""
+        if self.state_bytes:
+            nbytes = self.num_states * self.state_bytes
+            states = f" beside {self.describe_states()} ({nbytes} bytes)"
+            lower = ", or lower max_num_seqs"
+            if self.caches_prefixes:
+                lower += ", or leave out enable_prefix_caching"
+        return (
+            f"there is no memory for a page of {self.config.block_size} tokens, which takes "
+            f"{self.page_bytes} bytes{states}: raise kv_cache_memory_bytes or "
+            f"gpu_memory_utilization{lower}"
+        )
+
     def _memory(self, max_model_len: int) -> int:
         """Return the bytes left for pages; negative if the states do not fit."""
         config, size = self.config, self.config.block_size
@@ -188,17 +203,23 @@ class Worker:
         if on_gpu and not config.enforce_eager:
             self.runner.capture(config.max_num_batched_tokens)
 
-    def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, inputs: StepInputs | EmbeddingInputs, sampled: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Move pages and states, compute the step's tokens, and return logits ``[rows, vocab]``.
 
         ``sampled`` has the tokens that ``inputs.input_ids`` index, if they are indices. The first
-        rank has them, and the other ranks receive them here.
+        rank has them, and the other ranks receive them here. For a batch of an encoder, the result
+        is what :func:`~vllm_module.runtime.pooling.embedding.embed` returns.
 
         Raises ``RuntimeError`` if the model returns anything but logits.
         """
+        if isinstance(inputs, EmbeddingInputs):
+            return embed(self.model, self.device, inputs)
         if self.runner is None:
             raise RuntimeError("the engine sleeps: wake_up() first")
-        self.cache.move(inputs.swapped_out, inputs.copied, inputs.swapped_in)
+        if inputs.pages is not None:
+            self.cache.move(inputs.pages)
         if inputs.states is not None:
             self.states.move(inputs.states)
         if inputs.num_sampled:
@@ -218,10 +239,6 @@ class Worker:
         """Return the first token of each row of logits that :meth:`run` returned last."""
         assert self.runner is not None
         return self.runner.first_tokens(logits)
-
-    def embed(self, inputs: EmbeddingInputs) -> torch.Tensor:
-        """Return the embeddings of a batch, float32 ``[sequences, hidden_size]``."""
-        return embed(self.model, self.device, inputs)
 
     def apply_model(self, func: bytes) -> Any:
         """Call a pickled function with the model and return its result."""
@@ -316,6 +333,18 @@ class Worker:
         self._slept, self._dropped = None, False
         if self.runner is None and self._shape is not None:
             self.start(*self._shape)
+
+
+def check_ranks(source: ModelSource, size: int) -> None:
+    """Raise ``ShardingError`` if the model cannot be divided among ``size`` ranks.
+
+    The last rank is tried, because it has the smallest shards, or none.
+    """
+    with source.open() as checkpoint:
+        tensors = len(checkpoint)
+    for rank in (0, size - 1):
+        with tensor_parallel(rank=rank, size=size):
+            source.build(torch.device("cpu"), tensors)
 
 
 def _check_host_memory(nbytes: int, ranks: int) -> None:

@@ -63,6 +63,7 @@ class RowGroup(NamedTuple):
     Attributes:
         draw: function that chooses their tokens.
         width: number of most probable tokens that it sorts.
+        block: number of tokens in a block of the logits.
         adjusted: True if a bias, a penalty or a ban changes their logits.
         indices: indices of the rows.
 
@@ -70,13 +71,9 @@ class RowGroup(NamedTuple):
 
     draw: _Draw
     width: int
+    block: int
     adjusted: bool
     indices: list[int]
-
-    @property
-    def block(self) -> int:
-        """Number of tokens in a block of the logits."""
-        return SEVERAL if self.width else FIRST
 
     def choose(self, x: Logits, settings: DrawSettings) -> Tensor:
         """Return a token ``[n, 1]`` for each row, or -1 for a row with NaN, inf or only -inf."""
@@ -87,7 +84,7 @@ class RowGroup(NamedTuple):
 
 def group_rows(rows: Sequence[Row], vocab: int) -> list[RowGroup]:
     """Return all rows in groups, adjusted ones first."""
-    groups: dict[tuple[_Draw, int, bool], list[int]] = {}
+    groups: dict[tuple[_Draw, int, int, bool], list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault((*_method(row.params, vocab), row.adjusted), []).append(index)
     found = [RowGroup(*how, indices) for how, indices in groups.items()]
@@ -99,7 +96,7 @@ def choose(
     groups: Sequence[RowGroup],
     settings: Sequence[DrawSettings],
     indices: Tensor,
-    adjustments: Adjustments,
+    adjustments: Adjustments | None,
 ) -> Tensor:
     """Return a token for each row, ``[rows]``; -1 if it is broken.
 
@@ -108,7 +105,7 @@ def choose(
         groups: groups of rows, adjusted ones first.
         settings: settings of each group.
         indices: indices of the rows of all groups, on the device.
-        adjustments: adjustments of the rows of adjusted groups.
+        adjustments: adjustments of the rows of adjusted groups; None if there are none.
 
     """
     found, end = [], 0
@@ -120,6 +117,7 @@ def choose(
                 x = Logits.of(logits, min(each.block for each in groups if not each.adjusted))
             found.append(group.choose(x.select(indices[start:end]), of))
             continue
+        assert adjustments is not None, "these rows have some"
         # These batches are larger than others, because little more is done than copying the logits.
         for batch in batches(end - start, max(1, logits.shape[1] // 8), logits.device):
             copied = adjustments.apply(logits, slice(start + batch.start, start + batch.stop))
@@ -167,13 +165,15 @@ def sorted_width(count: int, vocab: int) -> int:
     return min(width, vocab)
 
 
-def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int]:
-    """Return the function that draws, and the number of most probable tokens it must sort."""
+def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int, int]:
+    """Return how tokens are drawn: the first three fields of :class:`RowGroup`."""
     if params.greedy:
-        return draw_first, 0
+        return draw_first, 0, FIRST
     if 0 < params.top_k < vocab:
-        return draw_top_k, sorted_width(params.top_k, vocab)
-    return (draw_top_p, min(_SORTED, vocab)) if params.top_p < 1 else (draw_any, 0)
+        return draw_top_k, sorted_width(params.top_k, vocab), SEVERAL
+    if params.top_p < 1:
+        return draw_top_p, min(_SORTED, vocab), SEVERAL
+    return draw_any, 0, FIRST
 
 
 def draw_first(x: Logits, peak: Tensor, settings: DrawSettings, width: int) -> Tensor:

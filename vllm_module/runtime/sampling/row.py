@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_module.runtime.sampling_params import SamplingParams
 
@@ -20,6 +20,9 @@ class Row:
         banned: token ids that may not be chosen.
         key: identifies the sequence, whose parameters stay and whose tokens are only appended. With
             a key, tokens counted for penalties are not counted again in the next step.
+        penalized: True if the tokens of the sequence change the logits.
+        adjusted: True if a bias, a penalty, a ban or an allowance changes the logits.
+        plain: True if the row is greedy without logprobs, bias, penalty or ban.
 
     Raises:
         ValueError: ``uniform`` is not in [0, 1).
@@ -32,27 +35,18 @@ class Row:
     uniform: float = 0.0
     banned: Collection[int] = ()
     key: Hashable = None
+    penalized: bool = field(init=False)
+    adjusted: bool = field(init=False)
+    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.uniform < 1:
             raise ValueError(f"uniform should be in [0, 1), and is {self.uniform}")
-
-    @property
-    def plain(self) -> bool:
-        """True if the row is greedy without logprobs, bias, penalty or ban."""
         params = self.params
-        return params.greedy and params.logprobs is None and not self.adjusted
-
-    @property
-    def penalized(self) -> bool:
-        """True if the tokens of the sequence change the logits."""
-        params = self.params
-        return bool(
+        self.penalized = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
-
-    @property
-    def adjusted(self) -> bool:
-        """True if a bias, a penalty, a ban or an allowance changes the logits."""
-        params = self.params
-        return bool(params.logit_bias or params.allowed_token_ids or self.banned) or self.penalized
+        self.adjusted = self.penalized or bool(
+            params.logit_bias or params.allowed_token_ids or self.banned
+        )
+        self.plain = params.greedy and params.logprobs is None and not self.adjusted

@@ -137,25 +137,23 @@ def sample(
     order = [index for group in groups for index in group.indices] or list(range(len(rows)))
     adjusts = any(row.adjusted for row in rows)
     changed = [index for index in order if rows[index].adjusted or (adjusts and not groups)]
-    adjustments = Adjustments(
-        [rows[index] for index in changed],
-        changed,
-        vocab,
-        TokenCounts() if counts is None else counts,
-    )
+    adjustments = None
+    if changed:
+        counts = TokenCounts() if counts is None else counts
+        adjustments = Adjustments([rows[index] for index in changed], changed, vocab, counts)
     ranked = _by_width([row.params.logprobs for row in rows], vocab)
     arrays: list[Numbers] = [array("q", order), ops.settings_array(rows[index] for index in order)]
     arrays += [array("q", each.rows) for each in ranked]
-    indices, settings, *sent = upload([*arrays, *adjustments.arrays], logits.device)
-    if changed:
+    if adjustments is not None:
+        arrays += adjustments.arrays
+    indices, settings, *sent = upload(arrays, logits.device)
+    if adjustments is not None:
         adjustments.place(sent[len(ranked) :])
     if groups:
         of = ops.settings_of(groups, rows, settings)
         tokens = ops.choose(logits, groups, of, indices, adjustments)
     else:
-        tokens = _draw(
-            logits, rows, settings.view(-1, 5), indices, adjustments if changed else None
-        )
+        tokens = _draw(logits, rows, settings.view(-1, 5), indices, adjustments)
     logprobs = []
     for each, where in zip(ranked, sent, strict=False):
         own = tokens if len(where) == len(tokens) else tokens.index_select(0, where)

@@ -115,8 +115,10 @@ class Tokenization:
         ``ValueError`` for unknown options.
         """
         what = "tokenization_kwargs"
-        check_type(what, options, "a mapping or None", Mapping, type(None))
-        given = known_arguments(what, options or {}, _TOKENIZATION, TOKENIZATION_ARGUMENTS)
+        if options is None:
+            return cls(special, None, lower)
+        check_type(what, options, "a mapping or None", Mapping)
+        given = known_arguments(what, options, _TOKENIZATION, TOKENIZATION_ARGUMENTS)
         given = {name: value for name, value in given.items() if value is not None}
         special = given.get("add_special_tokens", special)
         lower = given.get("do_lower_case", lower)

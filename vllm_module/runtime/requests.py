@@ -1,0 +1,238 @@
+"""The requests of an engine, which threads add and abort, and which end one by one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vllm_module.runtime.devices import queued_on
+from vllm_module.runtime.metrics import Totals
+from vllm_module.runtime.sampling.bad_words import encode_bad_words
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.sequence import FinishReason, Request, Sequence
+from vllm_module.runtime.text.prompts import check_vocabulary
+from vllm_module.runtime.text.stopping import complete_text
+from vllm_module.runtime.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class Requests:
+    """Requests from their arrival to their end. Threads may share them; one of them runs at a time.
+
+    Args:
+        scheduler: gets the sequences of each request.
+        vocab_size: number of tokens that the model knows.
+        max_model_len: largest number of tokens of a sequence, prompt and output.
+        tokenizer: needed for text and stop strings, not for token ids.
+        stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
+        eos_token_id: the one of them that is no ``stop_reason``; the others are.
+        stream: of a GPU, for all that the engine launches, in whichever thread it is called.
+
+    Attributes:
+        requests: requests that have not ended, by id.
+        totals: sums over all requests.
+        refusal: reason why no requests are accepted, or ``None``.
+        lock: held while a thread reads or changes the requests.
+
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        vocab_size: int,
+        max_model_len: int,
+        tokenizer: Tokenizer | None,
+        stop_token_ids: Collection[int],
+        eos_token_id: int | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.stream = stream
+        self.scheduler = scheduler
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        self.stop_token_ids = frozenset(stop_token_ids).intersection(range(vocab_size))
+        self.cache_tokens = scheduler.pool.num_pages * scheduler.pool.page_size
+        self.max_model_len = min(max_model_len, self.cache_tokens)
+        self.requests: dict[str, Request] = {}
+        self.totals = Totals()
+        self.refusal: str | None = None
+        self.lock = threading.RLock()
+        self._pid = os.getpid()
+        self._busy = False
+        # Aborts to carry out when the lock is free.
+        self._aborts: list[tuple[str, FinishReason]] = []
+        self._arrivals = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        streamed: bool = False,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Add a request; with ``streamed``, its text is updated at every step.
+
+        It reuses only cached pages of requests with the same ``cache_salt``. Its parameters are
+        copied.
+
+        Raises ``ValueError`` for a request that cannot be served, and then changes nothing.
+        """
+        with self.alone():
+            self._check(request_id, prompt_token_ids, params)
+            every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+            update = {name: self.vocab_size for name, count in every.items() if count == -1}
+            params = params.model_copy(update=update, deep=True)
+            most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
+            max_len = min(most, self.max_model_len)
+            request = Request(request_id, prompt_token_ids, params, self._arrivals, max_len, prompt)
+            shows_text = self.tokenizer is not None and params.detokenize
+            request.streamed = shows_text and (streamed or bool(params.stop))
+            request.cache_salt = cache_salt
+            if params.bad_words:
+                assert self.tokenizer is not None, "as _check made sure"
+                request.bad_words = encode_bad_words(params.bad_words, self.tokenizer)
+            request.metrics.arrival_time = time.time()
+            request.metrics.queued_ts = time.monotonic()
+            self._arrivals += 1
+            self.requests[request_id] = request
+            try:
+                self.scheduler.add(request.sequences[0])
+            except BaseException:  # an interrupt, for example
+                self._end_request(request, "abort")
+                raise
+            return request
+
+    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        if self.refusal is not None:
+            raise ValueError(f"the engine takes no more requests: {self.refusal}")
+        if request_id in self.requests:
+            raise ValueError(f"request {request_id!r} exists already: choose another id")
+        if not prompt:
+            raise ValueError("the prompt has no tokens")
+        named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
+        check_vocabulary([*prompt, *params.stop_token_ids, *named], self.vocab_size)
+        if len(prompt) >= self.max_model_len:
+            limited_by_cache = self.max_model_len == self.cache_tokens
+            limit = "the cache has room for" if limited_by_cache else "a sequence has"
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, and with one more {limit} at most "
+                f"{self.max_model_len}"
+            )
+        if params.n > self.scheduler.max_num_seqs:
+            raise ValueError(
+                f"n={params.n} samples are more than the {self.scheduler.max_num_seqs} sequences "
+                "of a step (max_num_seqs)"
+            )
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            what = "stop strings" if params.stop else "bad words"
+            raise ValueError(f"{what} need a tokenizer, and the checkpoint has none")
+
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """End a request and free its pages; do nothing if it has ended.
+
+        Never waits, so a finalizer can call it. During a step, the request ends after the step.
+        """
+        self._aborts.append((request_id, reason))
+        self._do_aborts()
+
+    @property
+    def is_fork(self) -> bool:
+        """True if this process is a fork of the process that made the engine."""
+        return os.getpid() != self._pid
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the engine's lock; other threads wait, and their aborts are carried out afterwards.
+
+        Raises ``RuntimeError`` in a fork, where another thread's lock would never be released.
+        """
+        if self.is_fork:
+            raise RuntimeError(
+                f"an engine belongs to the process that made it (pid {self._pid}), and this one, a "
+                "fork of it, has none of its threads: make an LLM in each process, or fork before"
+            )
+        try:
+            with self.lock:
+                yield
+        finally:
+            self._do_aborts()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the engine's lock, as :meth:`reading` does, to change the engine.
+
+        Work launched inside the block runs on the engine's stream.
+
+        Raises ``RuntimeError`` if this thread already holds the lock, for example in a signal
+        handler that interrupts a step.
+        """
+        with self.reading():
+            if self._busy:
+                raise RuntimeError("the engine is in the middle of a step")
+            self._busy = True
+            try:
+                with queued_on(self.stream):
+                    yield
+            finally:
+                self._busy = False
+
+    def _do_aborts(self) -> None:
+        """End aborted requests; if the lock is held, its holder does that in :meth:`reading`."""
+        while self._aborts and self.lock.acquire(blocking=False):
+            try:
+                if self._busy:
+                    return
+                self._busy = True
+                try:
+                    while self._aborts:
+                        request_id, reason = self._aborts.pop(0)
+                        if request_id in self.requests:
+                            self._end_request(self.requests[request_id], reason)
+                finally:
+                    self._busy = False
+            finally:
+                self.lock.release()
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.scheduler.finish(sequence)
+        sequence.finish_reason = reason
+        complete_text(sequence, self.tokenizer)
+        if sequence.request.finished:
+            ended = self.totals.requests
+            ended[reason] = ended.get(reason, 0) + 1
+            del self.requests[sequence.request.request_id]
+
+    def _end_request(
+        self, request: Request, reason: FinishReason, error: str | None = None
+    ) -> None:
+        request.error = error
+        if error is not None:
+            _log.warning("request %s ends with an error: %s", request.request_id, error)
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                self._finish(sequence, reason)
+
+    def _end_all(self, error: str) -> None:
+        """End all requests and free all pages, even after a failure in the middle of a step."""
+        requests = list(self.requests.values())
+        self.requests.clear()
+        self.scheduler.reset()
+        sequences = [s for r in requests for s in r.sequences if s.finish_reason is None]
+        for request in requests:
+            request.error = error
+        for sequence in sequences:
+            sequence.finish_reason = "error"
+        for sequence in sequences:
+            complete_text(sequence, self.tokenizer)
