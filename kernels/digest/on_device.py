@@ -59,14 +59,16 @@ def _add(
     A tile lies within one chunk. Its columns are counted from the start of the tensor's row.
     """
     program = tl.program_id(0)
-    place = ((first_tile + program % tiles) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    tile = (first_tile + program % tiles).to(tl.int64)
+    place = tile * TILE + tl.arange(0, TILE)
     column = place - first_column
     inside = (column >= 0) & (column < columns)
-    chunk = (first_tile + program % tiles).to(tl.int64) * TILE * BYTES // (WORD * CHUNK)
+    chunk = tile * TILE * BYTES // (WORD * CHUNK)
     start = (program // tiles).to(tl.int64) * ROWS
     at = values_ptr + column * column_stride
     low_0 = tl.zeros((TILE,), tl.uint64)
     low_1, high_0, high_1 = low_0, low_0, low_0
+    first_row, step = first_row.to(tl.int64), step.to(tl.int64)
     for row in range(start, tl.minimum(start + ROWS, rows)):
         number = ((first_row + row * step) * chunks + chunk).to(tl.uint64)
         key_0 = _odd_number(number, SEED_0, STEP, FIRST, SECOND)

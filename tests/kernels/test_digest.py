@@ -142,12 +142,12 @@ def test_boxes_add_up_to_the_tensor(shape, wide, dtype, batch, task, chunk, thre
     columns=st.integers(1, 90),
     experts=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
-    start=st.integers(0, 3000),
-    first=st.integers(0, 2**40),
+    start=st.integers(0, 3000) | st.integers(2**33, 2**33 + 3000),
+    first=st.integers(0, 2**34),
     data=st.data(),
 )
 def test_kernel_and_cpu_agree_on_boxes(rows, columns, experts, dtype, start, first, data) -> None:
-    """Boxes that start at any row and column of tensors whose rows are counted beyond 32 bits."""
+    """Boxes that start at any row and column of tensors with more than 2**32 rows or columns."""
     tensor = drawn((experts, rows, columns), dtype, 3)
     if data.draw(st.booleans()):
         tensor = transposed(tensor)
@@ -239,6 +239,7 @@ def test_the_compiled_loop_agrees(columns: int, monkeypatch: pytest.MonkeyPatch)
     """What numba compiles for large boxes gives the sums of numpy, whatever the strides."""
     tensor = drawn((50, columns), torch.bfloat16, 4)
     views = tensor, transposed(tensor), tensor[::2], tensor[:, columns // 3 :], tensor[:1]
+    views = *views, tensor[:, : columns // 2 * 2]  # whole words, but not from row to row
     expected = [digest_box(view) for view in views]
     monkeypatch.setattr(on_cpu, "_COMPILED", 0)
     monkeypatch.setattr(on_cpu, "_multiply_in", None)  # numpy's is not used

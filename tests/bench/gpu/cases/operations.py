@@ -13,7 +13,7 @@ from gpu.cases.matmul import few_rows, products
 from gpu.cases.packed import packed_products
 from gpu.cases.quantizing import fused_quantizers, quantizers
 from gpu.cases.recurrent import recurrences
-from gpu.cases.rows import activations, norms, rotary
+from gpu.cases.rows import activations, digests, norms, rotary
 from gpu.cases.sampling import sampling
 
 # With true, the small inputs of a CPU. Most important first.
@@ -35,6 +35,7 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "fused_quantize": fused_quantizers,
     "recurrence": recurrences,
     "attention options": options,
+    "digest": digests,
 }
 
 

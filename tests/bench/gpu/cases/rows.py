@@ -1,4 +1,4 @@
-"""Cases of operations on rows: norms, rotary embedding and gated activations."""
+"""Cases of operations on rows: norms, rotary embedding, gated activations and digests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from vllm_module.kernels.attention.rotary_embedding import (
     rotary_embedding,
     rotary_embedding_reference,
 )
+from vllm_module.kernels.digest.digest import box_sums
 from vllm_module.kernels.rows.act_and_mul import act_and_mul_reference, gelu_and_mul, silu_and_mul
 from vllm_module.kernels.rows.rms_norm import (
     fused_add_rms_norm,
@@ -124,3 +125,26 @@ def activations(small: bool) -> Iterator[Case]:
                 bucket=f"act_and_mul, {tokens} tokens" if timed else "",
                 moved=3 * tokens * columns * dtype.itemsize,
             )
+
+
+def digests(small: bool) -> Iterator[Case]:
+    for rows, columns in [(5, 3000)] if small else [(8192, 8192), (1, 2**26)]:
+        for dtype in (BF16, torch.float32, torch.uint8):
+            yield Case(
+                name=f"digest {rows} x {columns} {short(dtype)}",
+                make=partial(digest_inputs, rows, columns, dtype),
+                ours=whole_sums,
+                reference=whole_sums,
+                bucket="digest" if dtype == BF16 and rows > 1 else "",
+                moved=rows * columns * dtype.itemsize,
+                peers={"copy": Peer(torch.clone, judged=False)},
+            )
+
+
+def digest_inputs(rows: int, columns: int, dtype: torch.dtype) -> Tensors:
+    data = torch.randint(0, 256, (rows, columns * dtype.itemsize), dtype=torch.uint8)
+    return (data.view(dtype),)
+
+
+def whole_sums(tensor: torch.Tensor) -> torch.Tensor:
+    return box_sums(tensor, (0, 0), tensor.shape)
