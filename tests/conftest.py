@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -30,10 +31,15 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25
 settings.load_profile("ci")
 
 
+# Without a GPU, torch.manual_seed keeps a request to seed one later, with the stack that it came
+# from: about a millisecond and 10 KB for each test and each example.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 class _TorchRandom:
     """PyTorch's generator, in the shape in which Hypothesis seeds it before each example."""
 
-    seed = staticmethod(torch.manual_seed)
+    seed = staticmethod(_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
@@ -45,6 +51,11 @@ register_random(_torch_random)
 def pytest_configure(config: pytest.Config) -> None:
     # Poisoning switches deterministic algorithms on; not every operation has one.
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")
+    # pytest adds its handlers to each logger that does not propagate, six times for each test, and
+    # PyTorch has 45 of them. Records that propagate reach the same handlers, at the root.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers share the cores
         os.environ["OMP_NUM_THREADS"] = "1"  # also with the programs that they start
@@ -67,9 +78,9 @@ def _no_process_group() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    torch.manual_seed(0)  # for fixtures that several tests share
+    _seed(0)  # for fixtures that several tests share
 
 
 @pytest.fixture(autouse=True)
 def _seeded_torch() -> None:
-    torch.manual_seed(0)  # again: this test may have built them or not
+    _seed(0)  # again: this test may have built them or not
