@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import signal
 import threading
 
@@ -16,6 +17,7 @@ if threading.current_thread() is threading.main_thread():
 os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ import torch.distributed as dist
 from hypothesis import Phase, register_random, settings
 
 from vllm_module.testing import poisoned_memory
+
+INTERPRETER = runpy.run_path(str(Path(__file__).with_name("interpreter.py")))
 
 # The same examples every time, and no clock: a failure is the change's and not the machine's.
 # "make laws" tries 200 new ones.
@@ -66,6 +70,13 @@ def _poisoned_memory() -> Iterator[None]:
     """Fill new memory with NaN, which shows where a test reads what nobody wrote."""
     with poisoned_memory():
         assert torch.empty(1).isnan(), "PyTorch no longer fills uninitialized memory: poison it"
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fast_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        INTERPRETER["patch_language_once"](patch.setattr)
         yield
 
 

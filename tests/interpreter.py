@@ -1,0 +1,36 @@
+"""Triton's interpreter, without the searches that take most of its time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from triton import language as tl
+from triton.runtime import interpreter
+
+
+def patch_language_once(set_attribute: Callable[[object, str, object], None]) -> None:
+    """Have the interpreter patch Triton's language at a launch, and not in each function called.
+
+    It searches the language for what it has not patched yet: 0.3 ms for each ``tl.sum``.
+    """
+    patch_all = interpreter._patch_lang
+    builtins: dict[Any, list[str]] = {}
+
+    def patch_lang(function: Any) -> Any:
+        modules = [x for x in function.__globals__.values() if x is tl or x is tl.core]
+        if modules and not any(tl.core.is_builtin(module.load) for module in modules):
+            return interpreter._LangPatchScope()  # of a launch that is running; it restores nothing
+        return patch_all(function)
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in builtins:
+            found = inspect.getmembers(package, tl.core.is_builtin)
+            builtins[package] = [name for name, _ in found]
+        for name in builtins[package]:
+            if tl.core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    set_attribute(interpreter, "_patch_lang", patch_lang)
+    set_attribute(interpreter, "_patch_builtin", patch_builtin)
