@@ -76,7 +76,7 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _fast_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        INTERPRETER["patch_language_once"](patch.setattr)
+        INTERPRETER["hasten"](patch.setattr)
         yield
 
 

@@ -14,7 +14,7 @@ _TESTS = Path(__file__).parents[2]
 
 def interpret() -> None:
     """Make public functions launch their kernels, and the interpreter cast as a device does."""
-    runpy.run_path(str(_TESTS / "interpreter.py"))["patch_language_once"](setattr)
+    runpy.run_path(str(_TESTS / "interpreter.py"))["hasten"](setattr)
     correct = runpy.run_path(str(_TESTS / "kernels" / "conftest.py"))
     builder = interpreter.InterpreterBuilder
     for name in ("create_fp_to_fp", "create_fp_trunc", "create_fp_ext", "cast_impl"):
