@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -17,7 +18,10 @@ if threading.current_thread() is threading.main_thread():
 os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +83,24 @@ def _fast_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         INTERPRETER["hasten"](patch.setattr)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_are_forked() -> Iterator[None]:
+    """Fork the ranks of engines from a process that has imported what they need.
+
+    Each would import PyTorch and the package in 3 s, as it does in programs that tests start.
+    """
+    from vllm_module.runtime.ranks import processes
+
+    def context(_: str) -> BaseContext:
+        return multiprocessing.get_context("forkserver")
+
+    multiprocessing.set_forkserver_preload(["vllm_module.runtime.ranks.worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "multiprocessing", SimpleNamespace(get_context=context))
+        yield
+    forkserver._forkserver._stop()
 
 
 @pytest.fixture(autouse=True, scope="module")
