@@ -60,14 +60,17 @@ register_random(_torch_random)
 def pytest_configure(config: pytest.Config) -> None:
     # Poisoning switches deterministic algorithms on; not every operation has one.
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the workers share the cores
+        os.environ["OMP_NUM_THREADS"] = "1"  # also with the programs that they start
+
+
+def pytest_collection_finish() -> None:
     # pytest adds its handlers to each logger that does not propagate, six times for each test, and
     # PyTorch has 45 of them. Records that propagate reach the same handlers, at the root.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # the workers share the cores
-        os.environ["OMP_NUM_THREADS"] = "1"  # also with the programs that they start
 
 
 @pytest.fixture(autouse=True, scope="session")
