@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
+import runpy
 import signal
 import threading
 
@@ -15,6 +18,10 @@ if threading.current_thread() is threading.main_thread():
 os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +30,19 @@ from hypothesis import Phase, register_random, settings
 
 from vllm_module.testing import poisoned_memory
 
+INTERPRETER = runpy.run_path(str(Path(__file__).with_name("interpreter.py")))
+
 # The same examples every time, and no clock: a failure is the change's and not the machine's.
 # "make laws" tries 200 new ones.
 _phases = [phase for phase in settings().phases if phase is not Phase.explain]  # traces each line
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, phases=_phases)
 settings.load_profile("ci")
+
+
+# Without a GPU, it also keeps requests to seed one later, each with the stack that it came from:
+# more than a millisecond and 10 KB for each test and each example.
+if not torch.cuda.is_available():
+    torch.manual_seed = torch.default_generator.manual_seed
 
 
 class _TorchRandom:
@@ -50,12 +65,45 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # also with the programs that they start
 
 
+def pytest_collection_finish() -> None:
+    # pytest adds its handlers to each logger that does not propagate, six times for each test, and
+    # PyTorch has 45 of them. Records that propagate reach the same handlers, at the root.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _poisoned_memory() -> Iterator[None]:
     """Fill new memory with NaN, which shows where a test reads what nobody wrote."""
     with poisoned_memory():
         assert torch.empty(1).isnan(), "PyTorch no longer fills uninitialized memory: poison it"
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fast_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        INTERPRETER["hasten"](patch.setattr)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_are_forked() -> Iterator[None]:
+    """Fork the ranks of engines from a process that has imported what they need.
+
+    Each would import PyTorch and the package in 3 s, as it does in programs that tests start.
+    """
+    from vllm_module.runtime.ranks import processes
+
+    def context(_: str) -> BaseContext:
+        return multiprocessing.get_context("forkserver")
+
+    multiprocessing.set_forkserver_preload(["vllm_module.runtime.ranks.worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "multiprocessing", SimpleNamespace(get_context=context))
+        yield
+    forkserver._forkserver._stop()
 
 
 @pytest.fixture(autouse=True, scope="module")

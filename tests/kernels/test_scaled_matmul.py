@@ -43,7 +43,10 @@ def launched(x, weight, scale, block, bias=None, input_scale=None, quantize_inpu
     )
 
 
-@pytest.fixture(params=["few tokens", "split", "many tokens", "two tiles"])
+BUCKETS = ["few tokens", "split", "many tokens", "two tiles"]
+
+
+@pytest.fixture(params=BUCKETS)
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Use the configuration of each bucket, with small tiles."""
     rows, two, splits = {
@@ -75,12 +78,14 @@ WEIGHTS = [  # dtype, block of the weight, whether the input is quantized
 ]
 
 
-@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("dtype", "block", "activations"), WEIGHTS)
-def test_the_kernel_multiplies_what_is_quantized(
-    as_accurate, bucket, dtype, block, activations, wide
-) -> None:
-    """Each way of scaling, in each bucket, is as exact as torch in the output's dtype."""
+@pytest.mark.parametrize("case", range(len(WEIGHTS)))
+def test_the_kernel_multiplies_what_is_quantized(as_accurate, bucket, case: int) -> None:
+    """Each way of scaling, in each bucket, is as exact as torch in the output's dtype.
+
+    Each meets each dtype in some bucket.
+    """
+    dtype, block, activations = WEIGHTS[case]
+    wide = (torch.float32, torch.float16, torch.bfloat16)[(case + BUCKETS.index(bucket)) % 3]
     weight, scale = quantized(24, 64, block, dtype)
     x, bias = torch.randn(5, 64).to(wide), torch.randn(24).to(wide)
     x[0] *= 100

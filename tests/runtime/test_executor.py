@@ -35,6 +35,7 @@ from vllm_module.kernels.matmul import linear
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks import executor as executors
+from vllm_module.runtime.ranks import processes
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -108,6 +109,12 @@ def close_all(engines: list[Executor]) -> None:
 def no_engine(engines: list[Executor]) -> None:
     """Close the engine that another test has left, and with it the process group."""
     close_all(engines)
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks as outside of tests, so that what they print is captured."""
+    monkeypatch.setattr(processes, "multiprocessing", multiprocessing)
 
 
 def started(engines: list[Executor], folder: Path, size: int) -> Executor:
@@ -523,7 +530,7 @@ def test_a_worker_that_ends_meanwhile_is_named(ended: Executor) -> None:
         ended.sleep()
 
 
-@pytest.mark.usefixtures("no_engine")
+@pytest.mark.usefixtures("no_engine", "spawned")
 def test_what_a_worker_raises_in_a_step_is_raised(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -572,7 +579,7 @@ def test_close_ends_everything_however_often(ended: Executor, folder: Path) -> N
     assert not alive(pids)
 
 
-@pytest.mark.usefixtures("no_engine")
+@pytest.mark.usefixtures("no_engine", "spawned")
 def test_a_checkpoint_that_is_refused_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
