@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vllm_module import vLLMModule
-from vllm_module.core.layout_of import layout_of_module
 from vllm_module.core.given import Renamed
+from vllm_module.core.layout_of import layout_of_module
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import CheckpointFormatError, MissingWeightError, WeightLoadError
 from vllm_module.layers import (
