@@ -41,6 +41,7 @@ from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.testing import write_checkpoint
+from vllm_module.weights import buckets
 
 HERE = Path(__file__).parent
 PAGE = 16
@@ -517,6 +518,24 @@ def test_ctrl_c_ends_a_call_that_a_rank_does_not_hear(ended: Executor, method: s
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="the engine has ended: KeyboardInterrupt"):
         ended.check()
+
+
+@pytest.mark.parametrize("ended", [2], indirect=True)
+def test_ctrl_c_between_two_messages_does_not_wait_for_a_rank_that_hangs(
+    ended: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt while the next tensor is made tells the others, but not one that hangs."""
+    monkeypatch.setattr(buckets, "_LAST_WORDS", 0.2)
+    pids = workers()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        os.kill(pids[0], signal.SIGSTOP)
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        ended.update_weights(tensors())
+    assert not alive(pids)
 
 
 @pytest.mark.parametrize("ended", [3], indirect=True)

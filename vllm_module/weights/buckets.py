@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
-from vllm_module.base.waiting import interruptibly
+from vllm_module.base.waiting import at_most, interruptibly
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.weights.handle import Weight, read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
+_LAST_WORDS = 5.0  # seconds that an interrupted rank waits for the others, to tell them
 _CUT_TAG = 1 << 19  # tag of a receive that is posted only to notice a closed connection
 _AGAIN = (
     "A model that now refuses to run holds a mixture of old and new weights: send all weights "
@@ -169,7 +170,9 @@ class _Transfer:
             yield
         except BaseException as error:
             if not self.over:
-                with suppress(Exception):  # ``error`` is raised instead
+                # Who interrupts this does not want to wait long for a rank that hangs.
+                limit = nullcontext() if isinstance(error, Exception) else at_most(_LAST_WORDS)
+                with suppress(Exception), limit:  # ``error`` is raised instead
                     self.meet(failure=f"failed: {describe_error(error)}")
             raise
         finally:
