@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,12 +12,14 @@ from vllm_module.kernels.experts.grouped_matmul import (
     by_expert,
     expect_groups,
     grouped_matmul_triton,
+    rows_of,
 )
-from vllm_module.kernels.experts.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
-from vllm_module.kernels.matmul.packed_matmul_configurations import (
+from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
+from vllm_module.kernels.matmul.matmul_configurations import (
     PackedWeight,
     one_scale,
-    tiles_for,
+    packed_tiles,
+    rows_of_a_tile,
 )
 from vllm_module.kernels.matmul.packed_matmul_tiles import (
     added_packed,
@@ -167,7 +170,7 @@ def grouped_matmul_packed_triton(
     """Multiply in a Triton kernel; see :func:`grouped_matmul_packed`."""
     packing = Packing(bits, along, None if order is None else tuple(order))
     (count, N, _), K = scales.shape, x.shape[1]
-    length = len(x if rows is None else rows)
+    length = rows_of(x, rows)
     y = x.new_empty(length, N)
     if not y.numel() or not count:
         return y.zero_()
@@ -178,7 +181,7 @@ def grouped_matmul_packed_triton(
         )
     group = 0 if group_of is not None else min(group_size, K)
     described = PackedWeight(N, K, bits, along, group, False, x.dtype)
-    config = tiles_for(rows_of_a_tile(length, count), described)
+    config = packed_tiles(rows_of_a_tile(length, count), described)
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_packed_groups[(tiles,)](
         x,
@@ -195,11 +198,11 @@ def grouped_matmul_packed_triton(
         top_k,
         N,
         K,
-        *x.stride(),
-        *words.stride(),
-        *scales.stride(),
-        *((0, 0, 0) if zeros is None else zeros.stride()),
-        *((0, 0) if bias is None else bias.stride()),
+        x.stride(),
+        words.stride(),
+        scales.stride(),
+        None if zeros is None else zeros.stride(),
+        (0, 0) if bias is None else bias.stride(),
         GROUP=group_size if group_size < K else 0,
         BITS=bits,
         ALONG=along,
@@ -209,11 +212,7 @@ def grouped_matmul_packed_triton(
         SCALE_SUMS=config.scale_sums,
         COUNT=next_power_of_2(count + 1),
         EVEN=K % config.depth == 0,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(),
     )
     return y
 
@@ -234,19 +233,11 @@ def _multiply_packed_groups(
     top_k,
     N,
     K,
-    x_row,
-    x_column,
-    words_expert,
-    words_row,
-    words_column,
-    scales_expert,
-    scales_row,
-    scales_column,
-    zeros_expert,
-    zeros_row,
-    zeros_column,
-    bias_expert,
-    bias_column,
+    x_strides,
+    words_strides,
+    scales_strides,
+    zeros_strides,
+    bias_strides,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     ALONG: tl.constexpr,
@@ -264,7 +255,7 @@ def _multiply_packed_groups(
     expert, left, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
     )
-    x_ptrs = x_ptr + source[:, None] * x_row
+    x_ptrs = x_ptr + source[:, None] * x_strides[0]
     row, exist = row[None, :], exist[None, :]
     y_ptrs = y_ptr + row * N
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -274,47 +265,37 @@ def _multiply_packed_groups(
 
     expert = expert.to(tl.int64)
     if bias_ptr is not None:
-        bias_ptr += expert * bias_expert
+        bias_ptr += expert * bias_strides[0]
     if group_ptr is not None:
         group_ptr += expert * K
     n = clamped(left, N, BLOCK_N).to(tl.int64)[:, None]
-    scales_ptrs, zeros_ptrs = scales_ptr + expert * scales_expert + n * scales_row, zeros_ptr
+    scales_ptrs, zeros_ptrs = scales_ptr + expert * scales_strides[0], zeros_ptr
+    scales_ptrs += n * scales_strides[1]
     if zeros_ptr is not None:
-        zeros_ptrs += expert * zeros_expert + n * zeros_row
-    words_ptrs = words_ptr + expert * words_expert
-    words_ptrs += packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_row
+        zeros_ptrs += expert * zeros_strides[0] + n * zeros_strides[1]
+    words_ptrs = words_ptr + expert * words_strides[0]
+    words_ptrs += packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_strides[1]
     for step in range(tl.cdiv(K, BLOCK_K)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, (k < K)[None, :], EVEN)
+        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_strides[1], (k < K)[None, :], EVEN)
         scale, zero = packed_scales(
             scales_ptrs, zeros_ptrs, group_ptr, step, K,
-            scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
+            scales_strides, zeros_strides, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
         )  # fmt: skip
         sums = added_packed(
-            sums, x, words_ptrs, None, scale, zero, step, K, words_column,
+            sums, x, words_ptrs, None, scale, zero, step, K, words_strides,
             BITS, ALONG, PER_WORD, ORDER, zeros_ptr is not None, ONE_SCALE and SCALE_SUMS, EVEN,
             BLOCK_K,
         )  # fmt: skip
-    written(y_ptrs, bias_ptr, sums, None, None, exist, left, N, bias_column, True, BLOCK_N)
+    written(y_ptrs, bias_ptr, sums, None, None, exist, left, N, bias_strides[1], True, BLOCK_N)
 
 
 def _empty(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    along: int,
-    order: Sequence[int] | None,
-    group_size: int,
-    zeros: torch.Tensor | None,
-    group_of: torch.Tensor | None,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
+    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, *others: Any
 ) -> torch.Tensor:
     """Return an empty product."""
-    return x.new_empty(len(x if rows is None else rows), scales.shape[1])
+    *_, rows, _ = others
+    return x.new_empty(rows_of(x, rows), scales.shape[1])
 
 
 _grouped_matmul_packed = operator(

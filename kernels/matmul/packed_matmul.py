@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.matmul.packed_matmul_configurations import config_of
+from vllm_module.kernels.matmul.matmul_configurations import packed_config_of
 from vllm_module.kernels.matmul.packed_matmul_tiles import (
     PackedProduct,
     multiply_packed_tiles,
@@ -37,9 +37,9 @@ def packed_matmul(
 
     On a GPU, the order of sums depends on the bucket of the number of tokens
     (:func:`packed_configurations
-    <vllm_module.kernels.matmul.packed_matmul_configurations.packed_configurations>` lists the
-    buckets): a token's bits depend on its own input and on the bucket of its batch. If torch's own
-    matmul was chosen, and for 3 bits, they depend on the number of tokens.
+    <vllm_module.kernels.matmul.matmul_configurations.packed_configurations>` lists the buckets): a
+    token's bits depend on its own input and on the bucket of its batch. If torch's own matmul was
+    chosen, and for 3 bits, they depend on the number of tokens.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32.
@@ -138,26 +138,14 @@ def packed_matmul_triton(
     product = PackedProduct(
         rows, words, scales, packing, group_size, zeros, group_of, codebook, bias, flat
     )
-    config = config_of(len(rows), product.weight(), rows)
+    config = packed_config_of(len(rows), product.weight(), rows)
     if config.way == "torch":
         return packed_matmul_reference(x, words, scales, *arguments)
     multiply_packed_tiles(product, config)
     return y
 
 
-def _empty(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    along: int,
-    order: Sequence[int] | None,
-    group_size: int,
-    zeros: torch.Tensor | None,
-    group_of: torch.Tensor | None,
-    codebook: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _empty(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, *_: object) -> torch.Tensor:
     """Return an empty product."""
     return x.new_empty(*x.shape[:-1], scales.shape[0])
 
