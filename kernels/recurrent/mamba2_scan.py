@@ -150,10 +150,8 @@ def mamba2_scan_reference(
         y = torch.zeros_like(wide)  # zeros, without ``d x``, for tokens of no sequence
         if skipped is not None:
             skipped[query_start_loc[-1] :] = 0
-        for part, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
-            h = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
-            y[part], h = _chunked(wide[part], steps[part], a, b[part], c[part], h)
-            state[slot] = h
+        for part, slot, h in each_sequence(query_start_loc, context_lens, state_slots, state):
+            y[part], state[slot] = _chunked(wide[part], steps[part], a, b[part], c[part], h)
     return (y if skipped is None else y + skipped).to(x.dtype)
 
 
@@ -222,19 +220,17 @@ def mamba2_scan_triton(
         dt_bias,
         y,
         state,
-        state_slots,
-        query_start_loc,
-        context_lens,
+        (state_slots, query_start_loc, context_lens),
         tokens,
         features,
         heads // b.shape[1],
         dt_min,
         dt_max,
-        *x.stride(),
-        *dt.stride(),
-        *b.stride(),
-        *c.stride(),
-        *(state.stride() if state is not None else (0, 0, 0, 0)),
+        x.stride(),
+        dt.stride(),
+        b.stride(),
+        c.stride(),
+        state.stride() if state is not None else None,
         heads * features,
         N=b.shape[2],
         STATE=size,
@@ -257,29 +253,17 @@ def _scan(
     dt_bias_ptr,
     y_ptr,
     state_ptr,
-    state_slots_ptr,
-    query_start_loc_ptr,
-    context_lens_ptr,
+    places,
     tokens,
     features,
     heads_of_group,
     dt_min,
     dt_max,
-    x_token,
-    x_head,
-    x_feature,
-    dt_token,
-    dt_head,
-    b_token,
-    b_group,
-    b_n,
-    c_token,
-    c_group,
-    c_n,
-    state_slot,
-    state_head,
-    state_feature,
-    state_n,
+    x_strides,
+    dt_strides,
+    b_strides,
+    c_strides,
+    state_strides,
     y_token,
     N: tl.constexpr,
     STATE: tl.constexpr,
@@ -294,15 +278,14 @@ def _scan(
     n = tl.arange(0, STATE)
     is_feature, is_n = feature < features, n < N
 
-    start, count, slot, continues = place_of(
-        sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens
-    )
+    start, count, slot, continues = place_of(sequence, places, tokens)
     h = tl.zeros((COLUMNS, STATE), tl.float32)
     state_at = state_ptr
     in_state = is_feature[:, None] & is_n[None, :]
     if state_ptr is not None:
-        at = feature.to(tl.int64)[:, None] * state_feature + n.to(tl.int64)[None, :] * state_n
-        state_at = state_ptr + slot * state_slot + head * state_head + at
+        at = feature.to(tl.int64)[:, None] * state_strides[2]
+        at += n.to(tl.int64)[None, :] * state_strides[3]
+        state_at = state_ptr + slot * state_strides[0] + head * state_strides[1] + at
         h = tl.load(state_at, mask=in_state & continues, other=0.0).to(tl.float32)
 
     a = tl.load(a_ptr + head)
@@ -312,19 +295,20 @@ def _scan(
     d = 0.0
     if d_ptr is not None:
         d = tl.load(d_ptr + head).to(tl.float32)
-    x_at = x_ptr + head * x_head + feature.to(tl.int64) * x_feature
-    b_at = b_ptr + group * b_group + n.to(tl.int64) * b_n
-    c_at = c_ptr + group * c_group + n.to(tl.int64) * c_n
+    x_at = x_ptr + head * x_strides[1] + feature.to(tl.int64) * x_strides[2]
+    dt_at = dt_ptr + head * dt_strides[1]
+    b_at = b_ptr + group * b_strides[1] + n.to(tl.int64) * b_strides[2]
+    c_at = c_ptr + group * c_strides[1] + n.to(tl.int64) * c_strides[2]
     y_at = y_ptr + head * features + feature
 
     if BY_TOKEN:
         for row in range(count):
             token = start + row
-            step = tl.load(dt_ptr + token * dt_token + head * dt_head).to(tl.float32)
+            step = tl.load(dt_at + token * dt_strides[0]).to(tl.float32)
             step = _limited(step + dt_bias, dt_min, dt_max)
-            x = tl.load(x_at + token * x_token, mask=is_feature, other=0.0).to(tl.float32)
-            b = tl.load(b_at + token * b_token, mask=is_n, other=0.0).to(tl.float32)
-            c = tl.load(c_at + token * c_token, mask=is_n, other=0.0).to(tl.float32)
+            x = tl.load(x_at + token * x_strides[0], mask=is_feature, other=0.0).to(tl.float32)
+            b = tl.load(b_at + token * b_strides[0], mask=is_n, other=0.0).to(tl.float32)
+            c = tl.load(c_at + token * c_strides[0], mask=is_n, other=0.0).to(tl.float32)
             h = tl.exp(step * a) * h + (step * x)[:, None] * b[None, :]
             y = tl.sum(h * c[None, :], axis=1) + d * x
             tl.store(y_at + token * y_token, y, mask=is_feature)
@@ -334,16 +318,16 @@ def _scan(
         for first in range(0, count, CHUNK):
             there = first + place < count
             token = (start + first + place).to(tl.int64)
-            step = tl.load(dt_ptr + token * dt_token + head * dt_head, mask=there, other=0.0)
+            step = tl.load(dt_at + token * dt_strides[0], mask=there, other=0.0)
             step = _limited(step.to(tl.float32) + dt_bias, dt_min, dt_max)
             step = tl.where(there, step, 0.0)
             logarithm = tl.maximum(step * a, -104.0)  # FORGOTTEN
             sums, last = tl.cumsum(logarithm, axis=0), tl.sum(logarithm, axis=0)
             x_mask = there[:, None] & is_feature[None, :]
-            x = tl.load(x_at[None, :] + token[:, None] * x_token, mask=x_mask, other=0.0)
+            x = tl.load(x_at[None, :] + token[:, None] * x_strides[0], mask=x_mask, other=0.0)
             n_mask = there[:, None] & is_n[None, :]
-            b = tl.load(b_at[None, :] + token[:, None] * b_token, mask=n_mask, other=0.0)
-            c = tl.load(c_at[None, :] + token[:, None] * c_token, mask=n_mask, other=0.0)
+            b = tl.load(b_at[None, :] + token[:, None] * b_strides[0], mask=n_mask, other=0.0)
+            c = tl.load(c_at[None, :] + token[:, None] * c_strides[0], mask=n_mask, other=0.0)
             scores = tl.dot(c, tl.trans(b), input_precision="tf32")
             between = tl.where(causal, sums[:, None] - sums[None, :], float("-inf"))
             scores *= tl.exp(between)
@@ -372,9 +356,9 @@ def _limited(step, dt_min, dt_max):
     return tl.minimum(tl.maximum(softplus, dt_min), dt_max)
 
 
-def mamba2_scan_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty output; see :func:`mamba2_scan`."""
+def _empty(x: torch.Tensor, *_: object) -> torch.Tensor:
+    """Return an empty output."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_mamba2_scan = operator(mamba2_scan_reference, mamba2_scan_triton, mamba2_scan_fake, ("state",))
+_mamba2_scan = operator(mamba2_scan_reference, mamba2_scan_triton, _empty, ("state",))
