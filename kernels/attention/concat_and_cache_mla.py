@@ -17,6 +17,7 @@ from vllm_module.kernels.operators import (
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -92,16 +93,10 @@ def concat_and_cache_mla_triton(
     columns = next_power_of_2(size)
     rows = max(1, _TILE // columns)
     _store_latent[(-(-tokens // rows),)](
-        latent,
-        rope_key,
-        cache,
-        slot_mapping,
-        scale,
+        (latent, rope_key, cache, slot_mapping, scale),
         tokens,
         cache.shape[0] * cache.shape[1],
-        latent.stride(),
-        rope_key.stride(),
-        cache.stride(),
+        strides_of(latent, rope_key, cache),
         slot_mapping.stride(0),
         LATENT=latent.shape[1],
         SIZE=size,
@@ -115,16 +110,10 @@ def concat_and_cache_mla_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _store_latent(
-    latent_ptr,
-    rope_ptr,
-    cache_ptr,
-    slot_mapping_ptr,
-    scale_ptr,
+    tensors,
     tokens,
     cache_slots,
-    latent_strides,
-    rope_strides,
-    cache_strides,
+    strides,
     slot_mapping_stride,
     LATENT: tl.constexpr,
     SIZE: tl.constexpr,
@@ -134,6 +123,8 @@ def _store_latent(
     MAX: tl.constexpr,
 ):
     """Store the rows of some tokens."""
+    latent_ptr, rope_ptr, cache_ptr, slot_mapping_ptr, scale_ptr = tensors
+    latent_strides, rope_strides, cache_strides = strides
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)[None, :]
     token = row.to(tl.int64)

@@ -12,6 +12,7 @@ from vllm_module.kernels.operators import (
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -84,7 +85,7 @@ def check_caches(
         if scale is not None:
             count = 1 if scale.shape == (1,) else heads
             expect(name, scale, (count,), (torch.float32,), key)
-    check_slots(slot_mapping, *k_cache.shape[:2], bounds)
+    check_slots(slot_mapping, k_cache.shape[0], k_cache.shape[1], bounds)
 
 
 def check_slots(
@@ -171,19 +172,10 @@ def reshape_and_cache_triton(
     columns = next_power_of_2(head_size)
     rows = max(1, _TILE // columns)
     _store[(-(-tokens * heads // rows),)](
-        key,
-        value,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        k_scale,
-        v_scale,
+        (key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale),
         tokens * heads,
         pages * page_size,
-        key.stride(),
-        value.stride(),
-        k_cache.stride(),
-        v_cache.stride(),
+        strides_of(key, value, k_cache, v_cache),
         slot_mapping.stride(0),
         scale_stride(k_scale),
         scale_stride(v_scale),
@@ -204,19 +196,10 @@ def scale_stride(scale: torch.Tensor | None) -> int:
 
 @triton.jit(do_not_specialize=["rows"])
 def _store(
-    key_ptr,
-    value_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
+    tensors,
     rows,
     cache_slots,
-    key_strides,
-    value_strides,
-    k_cache_strides,
-    v_cache_strides,
+    strides,
     slot_mapping_stride,
     k_scale_stride,
     v_scale_stride,
@@ -228,6 +211,9 @@ def _store(
     MAX: tl.constexpr,
 ):
     """Store some rows, one for each token and head; divisors are compile-time constants."""
+    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr = tensors[:4]
+    slot_mapping_ptr, k_scale_ptr, v_scale_ptr = tensors[4:]
+    key_strides, value_strides, k_cache_strides, v_cache_strides = strides
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
     token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)

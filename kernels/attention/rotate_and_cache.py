@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.attention.reshape_and_cache import (
@@ -23,6 +25,7 @@ from vllm_module.kernels.operators import (
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -94,7 +97,7 @@ def rotate_and_cache(
     stored = k_cache, v_cache, slot_mapping, k_scale, v_scale
     norms = q_weight, k_weight, eps, weight_offset
     if bounds is not None:
-        return _in_torch(*heads_and_angles, *stored, is_neox_style, *norms, bounds[0] >= 0)
+        return _in_torch(bounds[0] >= 0, *heads_and_angles, *stored, is_neox_style, *norms)
     _rotate_and_cache(*heads_and_angles, *stored, is_neox_style, *norms)
     return query
 
@@ -118,32 +121,17 @@ def rotate_and_cache_reference(
 ) -> None:
     """Normalize, rotate and store in plain torch; see :func:`rotate_and_cache`."""
     rotated = _in_torch(
-        query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale,
-        is_neox_style, q_weight, k_weight, eps, weight_offset, holds_slots(k_cache, slot_mapping),
+        holds_slots(k_cache, slot_mapping), query, key, value, cos, sin, k_cache, v_cache,
+        slot_mapping, k_scale, v_scale, is_neox_style, q_weight, k_weight, eps, weight_offset,
     )  # fmt: skip
     if rotated is not query:
         query.copy_(rotated)
 
 
-def _in_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    is_neox_style: bool,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    inside: bool,
-) -> torch.Tensor:
+def _in_torch(inside: bool, *arguments: Any) -> torch.Tensor:
     """Return the rotated query; ``inside`` is True if the cache has all of ``slot_mapping``."""
+    query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale = arguments[:10]
+    is_neox_style, q_weight, k_weight, eps, weight_offset = arguments[10:]
     if q_weight is not None and k_weight is not None:
         query = rms_norm_reference(query, q_weight, eps, weight_offset)
         key = rms_norm_reference(key, k_weight, eps, weight_offset)
@@ -152,29 +140,12 @@ def _in_torch(
     return query
 
 
-def rotate_and_cache_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    is_neox_style: bool,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-) -> None:
+def rotate_and_cache_triton(*arguments: Any) -> None:
     """Normalize, rotate and store in one Triton kernel; see :func:`rotate_and_cache`."""
+    query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale = arguments[:10]
+    is_neox_style, q_weight, k_weight, eps, weight_offset = arguments[10:]
     if not can_convert(k_cache.dtype, k_cache):
-        rotate_and_cache_reference(
-            query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale,
-            is_neox_style, q_weight, k_weight, eps, weight_offset,
-        )  # fmt: skip
+        rotate_and_cache_reference(*arguments)
         return
     tokens, heads, head_size = query.shape
     kv_heads, pairs = key.shape[1], cos.shape[1]
@@ -187,27 +158,13 @@ def rotate_and_cache_triton(
     key_programs = -(-tokens * kv_heads // rows)
     if not head_size or not query_programs + key_programs:
         return
+    norms = (None if x is None else x.contiguous() for x in (q_weight, k_weight))
     _rotate_and_store[(query_programs + key_programs,)](
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        None if q_weight is None else q_weight.contiguous(),
-        None if k_weight is None else k_weight.contiguous(),
+        (*arguments[:10], *norms),
         tokens,
         query_programs,
         pages * page_size,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        k_cache.stride(),
-        v_cache.stride(),
+        strides_of(query, key, value, k_cache, v_cache),
         cos.stride(1),
         sin.stride(1),
         slot_mapping.stride(0),
@@ -234,26 +191,11 @@ def rotate_and_cache_triton(
 
 @triton.jit(do_not_specialize=["tokens", "query_programs"])
 def _rotate_and_store(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
+    tensors,
     tokens,
     query_programs,
     cache_slots,
-    query_strides,
-    key_strides,
-    value_strides,
-    k_cache_strides,
-    v_cache_strides,
+    strides,
     cos_pair,
     sin_pair,
     slot_mapping_stride,
@@ -276,6 +218,9 @@ def _rotate_and_store(
     MAX: tl.constexpr,
 ):
     """Rotate some heads of the query in place, or store some heads of keys and values."""
+    query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, k_cache_ptr, v_cache_ptr = tensors[:7]
+    slot_mapping_ptr, k_scale_ptr, v_scale_ptr, q_weight_ptr, k_weight_ptr = tensors[7:]
+    query_strides, key_strides, value_strides, k_cache_strides, v_cache_strides = strides
     program = tl.program_id(0)
     if program < query_programs:
         row = program * ROWS + tl.arange(0, ROWS)

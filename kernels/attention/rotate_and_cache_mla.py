@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla_reference
@@ -15,6 +17,7 @@ from vllm_module.kernels.operators import (
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -104,27 +107,12 @@ def rotate_and_cache_mla_reference(
     concat_and_cache_mla_reference(latent, rope_key, cache, slot_mapping, scale)
 
 
-def rotate_and_cache_mla_triton(
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    rope_key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    rotated: torch.Tensor,
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_offset: float,
-    is_neox_style: bool,
-) -> None:
+def rotate_and_cache_mla_triton(*arguments: Any) -> None:
     """Normalize, rotate and store in one Triton kernel; see :func:`rotate_and_cache_mla`."""
+    query, latent, rope_key, cos, sin, rotated, cache, slot_mapping = arguments[:8]
+    weight, eps, weight_offset, is_neox_style = arguments[9:]
     if not can_convert(cache.dtype, cache):
-        rotate_and_cache_mla_reference(
-            query, latent, rope_key, cos, sin, rotated, cache, slot_mapping, scale,
-            weight, eps, weight_offset, is_neox_style,
-        )  # fmt: skip
+        rotate_and_cache_mla_reference(*arguments)
         return
     (tokens, heads, rope), pairs = query.shape, cos.shape[1]
     columns = next_power_of_2(latent.shape[1])
@@ -136,24 +124,11 @@ def rotate_and_cache_mla_triton(
     if not tokens:
         return
     _rotate_and_store_latent[(query_programs + -(-tokens // latent_rows),)](
-        query,
-        latent,
-        rope_key,
-        cos,
-        sin,
-        rotated,
-        cache,
-        slot_mapping,
-        scale,
-        weight.contiguous(),
+        (*arguments[:9], weight.contiguous()),
         tokens,
         query_programs,
         cache.shape[0] * cache.shape[1],
-        query.stride(),
-        latent.stride(),
-        rope_key.stride(),
-        rotated.stride(),
-        cache.stride(),
+        strides_of(query, latent, rope_key, rotated, cache),
         cos.stride(1),
         sin.stride(1),
         slot_mapping.stride(0),
@@ -179,24 +154,11 @@ def rotate_and_cache_mla_triton(
 
 @triton.jit(do_not_specialize=["tokens", "query_programs"])
 def _rotate_and_store_latent(
-    query_ptr,
-    latent_ptr,
-    rope_ptr,
-    cos_ptr,
-    sin_ptr,
-    rotated_ptr,
-    cache_ptr,
-    slot_mapping_ptr,
-    scale_ptr,
-    weight_ptr,
+    tensors,
     tokens,
     query_programs,
     cache_slots,
-    query_strides,
-    latent_strides,
-    rope_strides,
-    rotated_strides,
-    cache_strides,
+    strides,
     cos_pair,
     sin_pair,
     slot_mapping_stride,
@@ -218,6 +180,9 @@ def _rotate_and_store_latent(
     MAX: tl.constexpr,
 ):
     """Rotate some heads of the query, or store the latents and keys of some tokens."""
+    query_ptr, latent_ptr, rope_ptr, cos_ptr, sin_ptr, rotated_ptr = tensors[:6]
+    cache_ptr, slot_mapping_ptr, scale_ptr, weight_ptr = tensors[6:]
+    query_strides, latent_strides, rope_strides, rotated_strides, cache_strides = strides
     program = tl.program_id(0)
     if program < query_programs:
         row = program * QUERY_ROWS + tl.arange(0, QUERY_ROWS)

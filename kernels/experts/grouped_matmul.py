@@ -27,6 +27,7 @@ from vllm_module.kernels.operators import (
     expect,
     next_power_of_2,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -179,66 +180,34 @@ def by_expert(
     return y
 
 
-def grouped_matmul_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-    scale: torch.Tensor | None,
-    block_rows: int,
-    block_columns: int,
-    input_scale: torch.Tensor | None,
-    quantize_input: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def grouped_matmul_triton(*arguments: Any) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`grouped_matmul`."""
+    x, weight, offsets, bias, rows, top_k, scale, *block, input_scale, quantize, dtype = arguments
+    block_rows, block_columns = block
     length, (count, N, K) = rows_of(x, rows), weight.shape
     if not length * count * N:
         return x.new_zeros((length, N), dtype=dtype)
     if not K or not can_convert(weight.dtype, x):
-        return grouped_matmul_reference(
-            x,
-            weight,
-            offsets,
-            bias,
-            rows,
-            top_k,
-            scale,
-            block_rows,
-            block_columns,
-            input_scale,
-            quantize_input,
-            dtype,
-        )
+        return grouped_matmul_reference(*arguments)
     x_scale, groups = None, 1 if scale is None else scale.shape[2]
-    if x.dtype == _FP8 or (weight.dtype == _FP8 and quantize_input):
+    if x.dtype == _FP8 or (weight.dtype == _FP8 and quantize):
         x, x_scale = quantized_input(x, input_scale, block_columns, groups)
     y = torch.empty(length, N, dtype=dtype, device=x.device)
-    block = block_rows, block_columns
-    config = grouped_config_of(length, ScaledWeight(N, K, block, x.dtype, capability(x), count), x)
+    described = ScaledWeight(N, K, (block_rows, block_columns), x.dtype, capability(x), count)
+    config = grouped_config_of(length, described, x)
     span = K if groups <= 1 else block_columns  # number of input features that steps divide
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_groups[(tiles,)](
         x,
         weight,
         _descriptor(weight, config, span),
-        scale,
-        x_scale,
-        bias,
-        rows,
-        offsets,
-        y,
+        (scale, x_scale, bias, rows, offsets, y),
         length,
         count,
         top_k,
         N,
         K,
-        x.stride(),
-        weight.stride(),
-        None if scale is None else scale.stride(),
-        None if x_scale is None else x_scale.stride(),
+        strides_of(x, weight, scale, x_scale),
         (0, 0) if bias is None else bias.stride(),
         block_rows,
         block_columns,
@@ -257,21 +226,13 @@ def _multiply_groups(
     x_ptr,
     weight_ptr,
     weight_desc,
-    scale_ptr,
-    x_scale_ptr,
-    bias_ptr,
-    rows_ptr,
-    offsets_ptr,
-    y_ptr,
+    tensors,
     length,
     count,
     top_k,
     N,
     K,
-    x_strides,
-    weight_strides,
-    scale_strides,
-    x_scale_strides,
+    strides,
     bias_strides,
     block_rows,
     block_columns,
@@ -290,6 +251,8 @@ def _multiply_groups(
     SWAP the weight is the left operand: then it can be widened in registers, and rows may be few.
     The descriptor, if any, describes the rows of all weights.
     """
+    scale_ptr, x_scale_ptr, bias_ptr, rows_ptr, offsets_ptr, y_ptr = tensors
+    x_strides, weight_strides, scale_strides, x_scale_strides = strides
     expert, n, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
     )

@@ -11,7 +11,14 @@ from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups,
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
 from vllm_module.kernels.matmul.matmul_configurations import mxfp4_config_of
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 
 # Values of the codes: a sign, and 0 to 6.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -109,38 +116,23 @@ def grouped_matmul_mxfp4_reference(
     return by_expert(x, weight_of, blocks.shape[1], offsets, bias, rows, top_k)
 
 
-def grouped_matmul_mxfp4_triton(
-    x: torch.Tensor,
-    blocks: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-) -> torch.Tensor:
+def grouped_matmul_mxfp4_triton(*arguments: Any) -> torch.Tensor:
     """Multiply in a Triton kernel; see :func:`grouped_matmul_mxfp4`."""
-    y = _empty(x, blocks, scales, offsets, bias, rows, top_k)
+    x, blocks, scales, offsets, bias, rows, top_k = arguments
+    y = _empty(*arguments)
     (length, N), K, count = y.shape, x.shape[1], len(blocks)
     if not y.numel() or not count:
         return y.zero_()
     config = mxfp4_config_of(length, count, x)
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_mxfp4[(tiles,)](
-        x,
-        blocks,
-        scales,
-        bias,
-        rows,
-        offsets,
-        y,
+        (x, blocks, scales, bias, rows, offsets, y),
         length,
         count,
         top_k,
         N,
         K,
-        x.stride(),
-        blocks.stride(),
-        scales.stride(),
+        strides_of(x, blocks, scales),
         (0, 0) if bias is None else bias.stride(),
         COUNT=next_power_of_2(count + 1),
         EVEN=K % config.depth == 0,
@@ -151,21 +143,13 @@ def grouped_matmul_mxfp4_triton(
 
 @triton.jit(do_not_specialize=["length"])
 def _multiply_mxfp4(
-    x_ptr,
-    blocks_ptr,
-    scales_ptr,
-    bias_ptr,
-    rows_ptr,
-    offsets_ptr,
-    y_ptr,
+    tensors,
     length,
     count,
     top_k,
     N,
     K,
-    x_strides,
-    blocks_strides,
-    scales_strides,
+    strides,
     bias_strides,
     COUNT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -174,6 +158,8 @@ def _multiply_mxfp4(
     BLOCK_K: tl.constexpr,
 ):
     """Multiply a tile of one expert's rows by a tile of its weight, which is the left operand."""
+    x_ptr, blocks_ptr, scales_ptr, bias_ptr, rows_ptr, offsets_ptr, y_ptr = tensors
+    x_strides, blocks_strides, scales_strides = strides
     BLOCKS: tl.constexpr = BLOCK_K // 32
     expert, n, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N

@@ -28,9 +28,16 @@ from vllm_module.kernels.matmul.packed_matmul_tiles import (
     packed_scales,
     tiles_take,
 )
-from vllm_module.kernels.matmul.packed_words import WORDS, Packing, dequantize_packed
+from vllm_module.kernels.matmul.packed_words import Packing, check_packed, dequantize_packed
 from vllm_module.kernels.matmul.product_tile import clamped, loaded, written
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 
 
 def grouped_matmul_packed(
@@ -69,24 +76,10 @@ def grouped_matmul_packed(
 
     """
     expect("x", x, (None, None), FLOATS)
-    expect("words", words, (None, None, None), WORDS, x)
-    count, width = len(words), words.dtype.itemsize * 8
-    packing.check(words[0] if count else words.new_empty(words.shape[1:]))
-    output, columns = packing.codes(words.shape[1:], width)
-    expect("x", x, (None, columns), FLOATS)
-    expect("scales", scales, (count, output, None), FLOATS, x)
-    if zeros is not None:
-        expect("zeros", zeros, scales.shape, (torch.uint8,), x)
-    if group_size < 1:
-        raise ValueError(f"a group must have one input or more, got {group_size}")
-    if group_of is not None:
-        expect("group_of", group_of, (count, columns), (torch.int32,), x)
-    elif scales.shape[2] != -(-columns // group_size):
-        raise ValueError(
-            f"scales must have one column for each group of {group_size} of {columns} inputs, got "
-            f"{list(scales.shape)}"
-        )
-    expect_groups(x, offsets, bias, rows, top_k, (count, output), x.dtype)
+    expect("words", words, (None, None, None))
+    output, columns = check_packed(x, words, scales, packing, group_size, zeros, group_of)
+    expect("x", x, (None, columns))
+    expect_groups(x, offsets, bias, rows, top_k, (len(words), output), x.dtype)
     return _grouped_matmul_packed(
         x, words, scales, *packing, group_size, zeros, group_of, offsets, bias, rows, top_k
     )
@@ -135,7 +128,7 @@ def grouped_matmul_packed_reference(
     top_k: int,
 ) -> torch.Tensor:
     """Dequantize one expert that has rows at a time and multiply, in plain torch."""
-    packing = Packing(bits, along, None if order is None else tuple(order))
+    packing = Packing.of(bits, along, order)
 
     def weight_of(expert: int) -> torch.Tensor:
         one = slice(expert, expert + 1)
@@ -152,23 +145,10 @@ def grouped_matmul_packed_reference(
     return by_expert(x, weight_of, scales.shape[1], offsets, bias, rows, top_k)
 
 
-def grouped_matmul_packed_triton(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    along: int,
-    order: Sequence[int] | None,
-    group_size: int,
-    zeros: torch.Tensor | None,
-    group_of: torch.Tensor | None,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-) -> torch.Tensor:
+def grouped_matmul_packed_triton(*arguments: Any) -> torch.Tensor:
     """Multiply in a Triton kernel; see :func:`grouped_matmul_packed`."""
-    packing = Packing(bits, along, None if order is None else tuple(order))
+    x, words, scales, *layout, group_size, zeros, group_of, offsets, bias, rows, top_k = arguments
+    packing = Packing.of(*layout)
     (count, N, _), K = scales.shape, x.shape[1]
     length = rows_of(x, rows)
     y = x.new_empty(length, N)
@@ -180,33 +160,23 @@ def grouped_matmul_packed_triton(
             x, weight, offsets, bias, rows, top_k, None, 1, max(1, K), None, False, x.dtype
         )
     group = 0 if group_of is not None else min(group_size, K)
-    described = PackedWeight(N, K, bits, along, group, False, x.dtype)
+    described = PackedWeight(N, K, packing.bits, packing.along, group, False, x.dtype)
     config = packed_tiles(rows_of_a_tile(length, count), described)
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
+    group_of = None if group_of is None else group_of.contiguous()
     _multiply_packed_groups[(tiles,)](
-        x,
-        words,
-        scales,
-        zeros,
-        None if group_of is None else group_of.contiguous(),
-        bias,
-        rows,
-        offsets,
-        y,
+        (x, words, scales, zeros, group_of, bias, rows, offsets, y),
         length,
         count,
         top_k,
         N,
         K,
-        x.stride(),
-        words.stride(),
-        scales.stride(),
-        None if zeros is None else zeros.stride(),
+        strides_of(x, words, scales, zeros),
         (0, 0) if bias is None else bias.stride(),
         GROUP=group_size if group_size < K else 0,
-        BITS=bits,
-        ALONG=along,
-        PER_WORD=words.dtype.itemsize * 8 // bits,
+        BITS=packing.bits,
+        ALONG=packing.along,
+        PER_WORD=words.dtype.itemsize * 8 // packing.bits,
         ORDER=as_integer(packing.order),
         ONE_SCALE=one_scale(described, config.depth),
         SCALE_SUMS=config.scale_sums,
@@ -219,24 +189,13 @@ def grouped_matmul_packed_triton(
 
 @triton.jit(do_not_specialize=["length"])
 def _multiply_packed_groups(
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    group_ptr,
-    bias_ptr,
-    rows_ptr,
-    offsets_ptr,
-    y_ptr,
+    tensors,
     length,
     count,
     top_k,
     N,
     K,
-    x_strides,
-    words_strides,
-    scales_strides,
-    zeros_strides,
+    strides,
     bias_strides,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -252,6 +211,9 @@ def _multiply_packed_groups(
     BLOCK_K: tl.constexpr,
 ):
     """Multiply a tile of one expert's rows by a tile of its weight, which is the left operand."""
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, group_ptr = tensors[:5]
+    bias_ptr, rows_ptr, offsets_ptr, y_ptr = tensors[5:]
+    x_strides, words_strides, scales_strides, zeros_strides = strides
     expert, left, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
     )

@@ -7,7 +7,7 @@ in a fixed order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -128,17 +128,9 @@ def few_rows_matmul_reference(
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def few_rows_matmul_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    columns: int,
-    depth: int,
-    warps: int,
-    stages: int,
-    early: bool,
-) -> torch.Tensor:
+def few_rows_matmul_triton(*arguments: Any) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`few_rows_matmul`."""
+    x, weight, bias, columns, depth, warps, stages, early = arguments
     (M, K), N = x.shape, len(weight)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not y.numel():

@@ -18,7 +18,7 @@ from vllm_module.kernels.matmul.matmul_configurations import (
 from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, tile_of, written
 from vllm_module.kernels.matmul.scaled_matmul_tiles import add_splits
-from vllm_module.kernels.operators import tl, triton
+from vllm_module.kernels.operators import strides_of, tl, triton
 
 _PLACES = 8  # places of a word that an order of four bits each can name
 
@@ -69,22 +69,14 @@ def multiply_packed_tiles(product: PackedProduct, config: MatmulConfig) -> None:
         parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
     if codebook is not None:
         zeros, codebook = None, codebook.contiguous()
+    group_of = None if group_of is None else group_of.contiguous()
+    own_bias = bias if config.splits == 1 else None
     _multiply_packed[(-(-M // config.rows) * -(-N // config.columns), config.splits)](
-        x,
-        words,
-        scales,
-        zeros,
-        None if group_of is None else group_of.contiguous(),
-        codebook,
-        bias if config.splits == 1 else None,
-        parts,
+        (x, words, scales, zeros, group_of, codebook, own_bias, parts),
         M,
         N,
         K,
-        x.stride(),
-        words.stride(),
-        scales.stride(),
-        None if zeros is None else zeros.stride(),
+        strides_of(x, words, scales, zeros),
         1 if bias is None else bias.stride(0),
         GROUP=group_size if group_size < K else 0,
         BITS=packing.bits,
@@ -110,21 +102,11 @@ def as_integer(order: tuple[int, ...] | None) -> int | None:
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply_packed(
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    group_ptr,
-    codebook_ptr,
-    bias_ptr,
-    y_ptr,
+    tensors,
     M,
     N,
     K,
-    x_strides,
-    words_strides,
-    scales_strides,
-    zeros_strides,
+    strides,
     bias_stride,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -144,6 +126,8 @@ def _multiply_packed(
     With ONE_SCALE all inputs of a step have one group, and scales may multiply its sums. Rows after
     the last one repeat it, and are not written.
     """
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, group_ptr, codebook_ptr, bias_ptr, y_ptr = tensors
+    x_strides, words_strides, scales_strides, zeros_strides = strides
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     top, left = tile_of(tl.program_id(0), tiles_m, tiles_n)
     m = top.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

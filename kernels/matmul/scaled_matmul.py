@@ -152,27 +152,16 @@ def quantized_input(
     return quantized, scales
 
 
-def scaled_matmul_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    block_rows: int,
-    block_columns: int,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    quantize_input: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def scaled_matmul_triton(*arguments: Any) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`scaled_matmul`."""
+    x, weight, scale, block_rows, block_columns, bias, input_scale, quantize, dtype = arguments
     if not can_convert(weight.dtype, weight) or not x.numel() or not weight.numel():
-        return scaled_matmul_reference(
-            x, weight, scale, block_rows, block_columns, bias, input_scale, quantize_input, dtype
-        )
+        return scaled_matmul_reference(*arguments)
     y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, weight.shape[0]
     block, x_scale = (block_rows, block_columns), None
-    if x.dtype == _FP8 or (weight.dtype == _FP8 and quantize_input):
+    if x.dtype == _FP8 or (weight.dtype == _FP8 and quantize):
         rows, x_scale = quantized_input(rows, input_scale, block_columns, scale.shape[1])
     product = Product(rows, weight, scale, x_scale, block, bias, y.view(M, N))
     described = ScaledWeight(N, K, block, rows.dtype, capability(rows))

@@ -18,7 +18,7 @@ from vllm_module.kernels.matmul.product_tile import (
     tile_of,
     written,
 )
-from vllm_module.kernels.operators import tl, triton
+from vllm_module.kernels.operators import strides_of, tl, triton
 
 _SUMMED = 256  # output features for each program that adds splits
 
@@ -53,23 +53,14 @@ def multiply_tiles(product: Product, config: MatmulConfig) -> None:
     parts = y
     if config.splits > 1:
         parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
-    any_scale = scale if x_scale is None else x_scale
     span = K if groups <= 1 else block_columns  # number of input features that steps divide
     columns = config.columns * (2 if config.two else 1)
     _multiply[(-(-M // config.rows) * -(-N // columns), config.splits)](
-        x,
-        weight,
-        scale,
-        x_scale,
-        bias,
-        parts,
+        (x, weight, scale, x_scale, bias, parts),
         M,
         N,
         K,
-        x.stride(),
-        weight.stride(),
-        scale.stride(),
-        any_scale.stride(),
+        strides_of(x, weight, scale, x_scale),
         1 if bias is None else bias.stride(0),
         block_rows,
         block_columns,
@@ -120,19 +111,11 @@ def add_splits(
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    x_scale_ptr,
-    bias_ptr,
-    y_ptr,
+    tensors,
     M,
     N,
     K,
-    x_strides,
-    weight_strides,
-    scale_strides,
-    x_scale_strides,
+    strides,
     bias_stride,
     block_rows,
     block_columns,
@@ -152,6 +135,8 @@ def _multiply(
     SWAP the weight is the left operand: then it can be widened in registers, and tokens may be
     few. Rows after the last one repeat it, and are not written.
     """
+    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, y_ptr = tensors
+    x_strides, weight_strides, scale_strides, x_scale_strides = strides
     COLUMNS: tl.constexpr = BLOCK_N * 2 if TWO else BLOCK_N
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, COLUMNS)
     top, left = tile_of(tl.program_id(0), tiles_m, tiles_n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -111,34 +113,21 @@ def _convolved(
     return F.conv1d(inputs.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
 
 
-def causal_conv1d_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    query_start_loc: torch.Tensor | None,
-    context_lens: torch.Tensor | None,
-    max_query_len: int,
-    silu: bool,
-) -> torch.Tensor:
+def causal_conv1d_triton(*arguments: Any) -> torch.Tensor:
     """Convolve by a Triton kernel; see :func:`causal_conv1d`."""
-    y = empty_output(x, state_slots, max_query_len)
+    x, weight, bias, state, *places, max_query_len, silu = arguments
+    y = empty_output(x, places[0], max_query_len)
     tokens, channels = x.shape
     sequences, longest = 1, tokens
-    if state_slots is not None:
-        sequences, longest = len(state_slots), max_query_len
+    if state is not None:
+        sequences, longest = len(places[0]), max_query_len
     if not (tokens and channels and sequences):
         return y
     rows = min(_TOKENS, next_power_of_2(longest))
     grid = -(-longest // rows), sequences, -(-channels // _CHANNELS)
     _convolve[grid](
-        x,
-        weight,
-        bias,
-        y,
-        state,
-        (state_slots, query_start_loc, context_lens),
+        (x, weight, bias, y, state),
+        tuple(places),
         tokens,
         channels,
         x.stride(),
@@ -156,11 +145,7 @@ def causal_conv1d_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _convolve(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    state_ptr,
+    tensors,
     places,
     tokens,
     channels,
@@ -177,6 +162,7 @@ def _convolve(
 
     Only that program reads the state, so no other one reads what it stores.
     """
+    x_ptr, weight_ptr, bias_ptr, y_ptr, state_ptr = tensors
     x_token, x_channel = x_strides
     first = tl.program_id(0) * ROWS
     sequence = tl.program_id(1)

@@ -8,10 +8,19 @@ u[s]`` over ``s < t`` is ``beta[t] (v[t] - exp(G[t]) S^T k[t])``. No exponent is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 from vllm_module.kernels.recurrent.recurrent_state import (
     FORGOTTEN,
     check_state,
@@ -173,53 +182,30 @@ def _chunked(
     return (torch.cat(outputs) if outputs else torch.zeros_like(v)), s
 
 
-def gated_delta_rule_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    query_start_loc: torch.Tensor | None,
-    context_lens: torch.Tensor | None,
-    max_query_len: int,
-    scale: float,
-    l2_norm: bool,
-) -> torch.Tensor:
+def gated_delta_rule_triton(*arguments: Any) -> torch.Tensor:
     """Compute by a Triton kernel; see :func:`gated_delta_rule`.
 
     A program has some values of a head. It computes its sequence's chunks one after the other, and
     keeps the state in registers. Single tokens, float32 and keys of more than 128 features are
     computed token by token.
     """
-    o = empty_output(v, state_slots, max_query_len)
+    q, k, v, g, beta, state, *places, max_query_len, scale, l2_norm = arguments
+    o = empty_output(v, places[0], max_query_len)
     tokens, heads, dv = v.shape
-    sequences = 1 if state_slots is None else len(state_slots)
+    sequences = 1 if state is None else len(places[0])
     if not (o.numel() and sequences):
         return o
     columns, keys = min(_COLUMNS, next_power_of_2(dv)), max(16, next_power_of_2(q.shape[2]))
     single = state is not None and max_query_len == 1
     by_token = single or v.dtype == torch.float32 or keys > 128
     _delta_rule[(-(-dv // columns), heads, sequences)](
-        q,
-        k,
-        v,
-        g,
-        beta,
-        o,
-        state,
-        (state_slots, query_start_loc, context_lens),
+        (q, k, v, g, beta, o, state),
+        tuple(places),
         tokens,
         dv,
         heads // q.shape[1],
         scale,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        g.stride(),
-        beta.stride(),
-        state.stride() if state is not None else None,
+        strides_of(q, k, v, g, beta, state),
         heads * dv,
         DK=q.shape[2],
         KEYS=keys,
@@ -235,24 +221,13 @@ def gated_delta_rule_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _delta_rule(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    beta_ptr,
-    o_ptr,
-    state_ptr,
+    tensors,
     places,
     tokens,
     dv,
     heads_of_key,
     scale,
-    q_strides,
-    k_strides,
-    v_strides,
-    g_strides,
-    beta_strides,
-    state_strides,
+    strides,
     o_token,
     DK: tl.constexpr,
     KEYS: tl.constexpr,
@@ -263,6 +238,8 @@ def _delta_rule(
     EPSILON: tl.constexpr,
 ):
     """Compute some values of one head of one sequence."""
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, state_ptr = tensors
+    q_strides, k_strides, v_strides, g_strides, beta_strides, state_strides = strides
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     key_head = head // heads_of_key

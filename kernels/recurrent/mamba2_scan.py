@@ -8,11 +8,20 @@ positive.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 from vllm_module.kernels.recurrent.recurrent_state import (
     FORGOTTEN,
     check_state,
@@ -181,56 +190,30 @@ def _chunked(
     return (torch.cat(outputs) if outputs else torch.zeros_like(x)), h
 
 
-def mamba2_scan_triton(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    query_start_loc: torch.Tensor | None,
-    context_lens: torch.Tensor | None,
-    max_query_len: int,
-    dt_min: float,
-    dt_max: float,
-) -> torch.Tensor:
+def mamba2_scan_triton(*arguments: Any) -> torch.Tensor:
     """Compute by a Triton kernel, a program for some features of a head; see :func:`mamba2_scan`.
 
     A program computes its sequence's chunks one after the other, and keeps the state in registers.
     Single tokens and float32 are computed token by token.
     """
-    y = empty_output(x, state_slots, max_query_len)
+    x, dt, a, b, c, d, dt_bias, state, *places, max_query_len, dt_min, dt_max = arguments
+    y = empty_output(x, places[0], max_query_len)
     tokens, heads, features = x.shape
-    sequences = 1 if state_slots is None else len(state_slots)
+    sequences = 1 if state is None else len(places[0])
     if not (y.numel() and sequences):
         return y
     columns, size = min(_FEATURES, next_power_of_2(features)), max(16, next_power_of_2(b.shape[2]))
     single = state is not None and max_query_len == 1
     by_token = single or x.dtype == torch.float32
     _scan[(-(-features // columns), heads, sequences)](
-        x,
-        dt,
-        a,
-        b,
-        c,
-        d,
-        dt_bias,
-        y,
-        state,
-        (state_slots, query_start_loc, context_lens),
+        (x, dt, a, b, c, d, dt_bias, y, state),
+        tuple(places),
         tokens,
         features,
         heads // b.shape[1],
         dt_min,
         dt_max,
-        x.stride(),
-        dt.stride(),
-        b.stride(),
-        c.stride(),
-        state.stride() if state is not None else None,
+        strides_of(x, dt, b, c, state),
         heads * features,
         N=b.shape[2],
         STATE=size,
@@ -244,26 +227,14 @@ def mamba2_scan_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _scan(
-    x_ptr,
-    dt_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    dt_bias_ptr,
-    y_ptr,
-    state_ptr,
+    tensors,
     places,
     tokens,
     features,
     heads_of_group,
     dt_min,
     dt_max,
-    x_strides,
-    dt_strides,
-    b_strides,
-    c_strides,
-    state_strides,
+    strides,
     y_token,
     N: tl.constexpr,
     STATE: tl.constexpr,
@@ -272,6 +243,8 @@ def _scan(
     BY_TOKEN: tl.constexpr,
 ):
     """Compute some features of one head of one sequence."""
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, dt_bias_ptr, y_ptr, state_ptr = tensors
+    x_strides, dt_strides, b_strides, c_strides, state_strides = strides
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     group = head // heads_of_group

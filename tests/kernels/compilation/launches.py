@@ -82,9 +82,8 @@ def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
     def specialize(value: Any, path: tuple[int, ...], whole: bool, aligned: bool) -> Any:
         """Return the type of an argument, or of an element of a tuple."""
         if isinstance(value, tuple):  # Triton specializes elements on whatever it can
-            return tuple(
-                specialize(each, (*path, index), True, True) for index, each in enumerate(value)
-            )
+            types = [specialize(v, (*path, index), True, True) for index, v in enumerate(value)]
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
         if value is None or (isinstance(value, int) and value == 1 and whole):
             constants[path] = value
             return "constexpr"
