@@ -33,6 +33,7 @@ __all__ = [
     "next_power_of_2",
     "nothing",
     "operator",
+    "strides_of",
     "tl",
     "triton",
 ]
@@ -45,7 +46,7 @@ _library = torch.library.Library("vllm_module", "DEF")
 
 def operator(
     reference: Callable[P, R],
-    kernel: Callable[P, R],
+    kernel: Callable[..., R],
     fake: Callable[..., R],
     mutates: Iterable[str] = (),
 ) -> Callable[P, R]:
@@ -54,8 +55,8 @@ def operator(
     Args:
         reference: the operation in plain torch, called ``<name>_reference``. It runs on every
             device but CUDA, and its annotations are the operator's schema.
-        kernel: a function that launches Triton kernels. It runs on CUDA, with the tensors' device
-            current.
+        kernel: a function of the same arguments that launches Triton kernels. It runs on CUDA, with
+            the tensors' device current.
         fake: a function that returns empty outputs, for meta tensors and ``torch.compile``.
         mutates: names of the arguments that are written.
 
@@ -87,8 +88,8 @@ def _requires_grad(*args: object) -> bool:
     return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
-def _on_its_device(kernel: Callable[P, R]) -> Callable[P, R]:
-    def launch(*args: P.args, **kwargs: P.kwargs) -> R:
+def _on_its_device(kernel: Callable[..., R]) -> Callable[..., R]:
+    def launch(*args: object, **kwargs: object) -> R:
         tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
         with torch.cuda.device_of(tensor):
             return kernel(*args, **kwargs)
@@ -191,6 +192,11 @@ def begin_early(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+def strides_of(*tensors: torch.Tensor | None) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the strides of each tensor, as an argument of a kernel."""
+    return tuple(None if tensor is None else tensor.stride() for tensor in tensors)
 
 
 def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:

@@ -7,6 +7,7 @@ import torch
 from vllm_module.kernels.attention.reshape_and_cache import (
     check_slots,
     converted,
+    place_of,
     reshape_and_cache_reference,
 )
 from vllm_module.kernels.dtypes import FLOATS, FP8, can_convert, greatest
@@ -16,6 +17,7 @@ from vllm_module.kernels.operators import (
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -91,16 +93,10 @@ def concat_and_cache_mla_triton(
     columns = next_power_of_2(size)
     rows = max(1, _TILE // columns)
     _store_latent[(-(-tokens // rows),)](
-        latent,
-        rope_key,
-        cache,
-        slot_mapping,
-        scale,
+        (latent, rope_key, cache, slot_mapping, scale),
         tokens,
         cache.shape[0] * cache.shape[1],
-        *latent.stride(),
-        *rope_key.stride(),
-        *cache.stride(),
+        strides_of(latent, rope_key, cache),
         slot_mapping.stride(0),
         LATENT=latent.shape[1],
         SIZE=size,
@@ -114,20 +110,10 @@ def concat_and_cache_mla_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _store_latent(
-    latent_ptr,
-    rope_ptr,
-    cache_ptr,
-    slot_mapping_ptr,
-    scale_ptr,
+    tensors,
     tokens,
     cache_slots,
-    latent_token,
-    latent_column,
-    rope_token,
-    rope_column,
-    cache_page,
-    cache_offset,
-    cache_column,
+    strides,
     slot_mapping_stride,
     LATENT: tl.constexpr,
     SIZE: tl.constexpr,
@@ -137,26 +123,27 @@ def _store_latent(
     MAX: tl.constexpr,
 ):
     """Store the rows of some tokens."""
+    latent_ptr, rope_ptr, cache_ptr, slot_mapping_ptr, scale_ptr = tensors
+    latent_strides, rope_strides, cache_strides = strides
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)[None, :]
     token = row.to(tl.int64)
-    cache_slot = tl.load(
-        slot_mapping_ptr + token * slot_mapping_stride, mask=row < tokens, other=-1
+    stored, page, offset = place_of(
+        slot_mapping_ptr, slot_mapping_stride, token, row < tokens, cache_slots, PAGE_SIZE
     )
-    cache_slot = cache_slot.to(tl.int64)
-    stored = ((cache_slot >= 0) & (cache_slot < cache_slots))[:, None]
-    page, offset = cache_slot // PAGE_SIZE, cache_slot % PAGE_SIZE
+    stored = stored[:, None]
     is_latent = column < LATENT
 
-    latent_at = (token * latent_token)[:, None] + column * latent_column
+    latent_at = (token * latent_strides[0])[:, None] + column * latent_strides[1]
     latent = tl.load(latent_ptr + latent_at, mask=stored & is_latent)
-    rope_at = (token * rope_token)[:, None] + (column - LATENT) * rope_column
+    rope_at = (token * rope_strides[0])[:, None] + (column - LATENT) * rope_strides[1]
     rope = tl.load(rope_ptr + rope_at, mask=stored & ~is_latent & (column < SIZE))
 
     scale_at = tl.zeros((ROWS,), tl.int64)
     x = tl.where(is_latent, latent, rope)
     x = converted(x, scale_ptr, scale_at, MAX, cache_ptr.dtype.element_ty)
-    cache_at = (page * cache_page + offset * cache_offset)[:, None] + column * cache_column
+    cache_at = (page * cache_strides[0] + offset * cache_strides[1])[:, None]
+    cache_at += column * cache_strides[2]
     tl.store(cache_ptr + cache_at, x, mask=stored & (column < SIZE))
 
 

@@ -8,18 +8,24 @@ are absorbed into the query and the output. So a row is the key of every head, a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.attention.mla_attention_decode import launch_decode
 from vllm_module.kernels.attention.mla_attention_prefill import launch_prefill
 from vllm_module.kernels.attention.mla_attention_tile import (
-    LatentArguments,
+    LatentTensors,
     decode_candidates,
     prefill_candidates,
 )
 from vllm_module.kernels.attention.paged_attention import check_lengths, check_pages
 from vllm_module.kernels.attention.paged_attention_reference import paged_attention_reference
-from vllm_module.kernels.attention.paged_attention_tile import LOG2_E, case_of
+from vllm_module.kernels.attention.paged_attention_tile import (
+    LOG2_E,
+    Arguments,
+    case_of,
+)
 from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import FLOATS, FP8, can_convert, capability
 from vllm_module.kernels.operators import checks_values, expect, next_power_of_2, operator
@@ -61,7 +67,27 @@ def mla_attention(
             range, if :func:`~vllm_module.kernels.operators.checks_values` is true.
 
     """
-    _check(query, cache, block_tables, context_lens, query_start_loc, kv_lora_rank, cache_scale)
+    expect("query", query, (None, None, None), FLOATS)
+    expect("cache", cache, (None, None, query.shape[-1]), (query.dtype, *FP8), query)
+    if cache.dtype == torch.float8_e4m3fn and not can_convert(cache.dtype, query):
+        raise ValueError(
+            f"a cache of {cache.dtype} needs a GPU of compute capability 8.9: use float8_e5m2"
+        )
+    if cache.shape[1] < 1:
+        raise ValueError("a page must hold at least one token: page_size is 0")
+    rope = query.shape[-1] - kv_lora_rank
+    if not (1 <= kv_lora_rank <= MAX_LATENT and 1 <= rope <= MAX_ROPE):
+        raise ValueError(
+            f"a row of the cache must have 1 to {MAX_LATENT} features of the latent and 1 to "
+            f"{MAX_ROPE} of the rotary key, got {kv_lora_rank} and {rope}"
+        )
+    integers = (torch.int32,)
+    expect("block_tables", block_tables, (None, None), integers, query)
+    sequences = block_tables.shape[0]
+    expect("context_lens", context_lens, (sequences,), integers, query)
+    expect("query_start_loc", query_start_loc, (sequences + 1,), integers, query)
+    if cache_scale is not None:
+        expect("cache_scale", cache_scale, (1,), (torch.float32,), query)
     checked = checks_values(query)
     pages = cache, block_tables, context_lens, query_start_loc
     if checked:
@@ -85,38 +111,6 @@ def mla_attention(
         if checked:
             check_pages(*pages)
         raise
-
-
-def _check(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    kv_lora_rank: int,
-    cache_scale: torch.Tensor | None,
-) -> None:
-    expect("query", query, (None, None, None), FLOATS)
-    expect("cache", cache, (None, None, query.shape[-1]), (query.dtype, *FP8), query)
-    if cache.dtype == torch.float8_e4m3fn and not can_convert(cache.dtype, query):
-        raise ValueError(
-            f"a cache of {cache.dtype} needs a GPU of compute capability 8.9: use float8_e5m2"
-        )
-    if cache.shape[1] < 1:
-        raise ValueError("a page must hold at least one token: page_size is 0")
-    rope = query.shape[-1] - kv_lora_rank
-    if not (1 <= kv_lora_rank <= MAX_LATENT and 1 <= rope <= MAX_ROPE):
-        raise ValueError(
-            f"a row of the cache must have 1 to {MAX_LATENT} features of the latent and 1 to "
-            f"{MAX_ROPE} of the rotary key, got {kv_lora_rank} and {rope}"
-        )
-    integers = (torch.int32,)
-    expect("block_tables", block_tables, (None, None), integers, query)
-    sequences = block_tables.shape[0]
-    expect("context_lens", context_lens, (sequences,), integers, query)
-    expect("query_start_loc", query_start_loc, (sequences + 1,), integers, query)
-    if cache_scale is not None:
-        expect("cache_scale", cache_scale, (1,), (torch.float32,), query)
 
 
 def mla_attention_reference(
@@ -166,7 +160,7 @@ def mla_attention_triton(
     output = query.new_empty(torch.Size((tokens, heads, kv_lora_rank)))
     if not output.numel():
         return output
-    arguments = LatentArguments(
+    tensors = LatentTensors(
         query,
         cache,
         block_tables,
@@ -175,11 +169,14 @@ def mla_attention_triton(
         query_start_loc.contiguous(),
         cache_scale if cache.dtype.itemsize == 1 else None,
         output,
+    )
+    arguments = Arguments(
+        tensors,
         tokens,
-        sequences=len(context_lens),
+        len(context_lens),
         capacity=block_tables.shape[1] * cache.shape[1],
-        factor=scale * LOG2_E,
-        strides=(*query.stride(), *cache.stride(), *block_tables.stride(), *output.stride()),
+        factors=(scale * LOG2_E,),
+        strides=(query.stride(), cache.stride(), *block_tables.stride(), output.stride()),
     )
     rope = size - kv_lora_rank
     constants = {
@@ -201,18 +198,9 @@ def mla_attention_triton(
     return output
 
 
-def _empty(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    max_query_len: int,
-    kv_lora_rank: int,
-    *_: object,
-    **__: object,
-) -> torch.Tensor:
+def _empty(query: torch.Tensor, *others: Any, **__: object) -> torch.Tensor:
     """Return an empty output."""
+    kv_lora_rank = others[5]
     return query.new_empty((*query.shape[:2], kv_lora_rank))
 
 

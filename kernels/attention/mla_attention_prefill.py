@@ -8,59 +8,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_module.kernels.attention.mla_attention_tile import (
-    LatentArguments,
-    attend_latent,
-    load_query,
-)
+from vllm_module.kernels.attention.mla_attention_tile import attend_latent, load_query
 from vllm_module.kernels.attention.paged_attention_prefill import sequence_of
-from vllm_module.kernels.attention.paged_attention_tile import Tiles, normalize
+from vllm_module.kernels.attention.paged_attention_tile import Arguments, Tiles, normalize
 from vllm_module.kernels.operators import tl, triton
 
 
-def launch_prefill(arguments: LatentArguments, constants: dict[str, Any], tiles: Tiles) -> None:
+def launch_prefill(arguments: Arguments, constants: dict[str, Any], tiles: Tiles) -> None:
     """Write the outputs of sequences with more than one new token."""
     heads = constants["HEADS"]
     head_blocks = -(-heads // tiles.block_m)
     tile_heads = -(-heads // head_blocks)
     block_q = tiles.block_m // tile_heads
     _prefill_latent[arguments.tokens // block_q + arguments.sequences, head_blocks](
-        *arguments[:-1],
-        *arguments.strides,
+        *arguments.flat(),
         **constants,
         TILE_HEADS=tile_heads,
         BLOCK_Q=block_q,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.launch(),
     )
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "capacity", "table_row"])
 def _prefill_latent(
-    query_ptr,
-    cache_ptr,
-    tables_ptr,
-    contexts_ptr,
-    starts_ptr,
-    scale_ptr,
-    output_ptr,
+    tensors,
     tokens,
     sequences,
     capacity,
     factor,
-    query_token,
-    query_head,
-    query_feature,
-    cache_page,
-    cache_token,
-    cache_feature,
+    query_strides,
+    cache_strides,
     table_row,
     table_entry,
-    output_token,
-    output_head,
-    output_feature,
+    output_strides,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -77,6 +57,7 @@ def _prefill_latent(
 
     Programs with the longest contexts start first.
     """
+    starts_ptr = tensors.query_start_loc
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = sequence_of(program, starts_ptr, sequences, BLOCK_Q)
     first = tl.load(starts_ptr + sequence)
@@ -84,31 +65,32 @@ def _prefill_latent(
     begin_q = (program - first // BLOCK_Q - sequence) * BLOCK_Q
     if begin_q >= new or new == 1:
         return
-    context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
+    context = tl.minimum(tl.load(tensors.context_lens + sequence), capacity)
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_L).to(tl.int64)
     row = begin_q + m // TILE_HEADS
     head = tl.program_id(1).to(tl.int64) * TILE_HEADS + m % TILE_HEADS
     real = (m < BLOCK_Q * TILE_HEADS) & (head < HEADS) & (row < new)
     real = real & (first + row >= 0) & (first + row < tokens)
     token = (first + row).to(tl.int64)
-    rows = query_ptr + token * query_token + head * query_head
+    rows = tensors.query + token * query_strides[0] + head * query_strides[1]
     q, q_rope, divisor = load_query(
-        rows, real, query_feature, cache_ptr, LATENT, ROPE, BLOCK_L, BLOCK_R
+        rows, real, query_strides[2], tensors.cache, LATENT, ROPE, BLOCK_L, BLOCK_R
     )
     scale = 1.0
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
+    if tensors.v_scale is not None:
+        scale = tl.load(tensors.v_scale)
     earliest = context - new + begin_q  # position of the first row
     maxima, sums, outputs = attend_latent(
-        q, q_rope, context - new + row, cache_ptr, tables_ptr + table_row.to(tl.int64) * sequence,
+        q, q_rope, context - new + row, tensors.cache,
+        tensors.block_tables + table_row.to(tl.int64) * sequence,
         0, tl.minimum(earliest + BLOCK_Q, context), divisor * (factor * scale),
-        cache_page, cache_token, cache_feature, table_entry,
+        cache_strides, table_entry,
         LATENT, ROPE, BLOCK_L, BLOCK_R, BLOCK_N, PAGE_SIZE, PRECISION, False,
     )  # fmt: skip
     no_sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    y = normalize(maxima, sums, outputs, no_sinks, scale).to(output_ptr.dtype.element_ty)
+    y = normalize(maxima, sums, outputs, no_sinks, scale).to(tensors.output.dtype.element_ty)
     if context == 0:
-        y = tl.zeros((BLOCK_M, BLOCK_L), output_ptr.dtype.element_ty)  # zeros for padding
-    output_at = token[:, None] * output_token + head[:, None] * output_head
+        y = tl.zeros((BLOCK_M, BLOCK_L), tensors.output.dtype.element_ty)  # zeros for padding
+    output_at = token[:, None] * output_strides[0] + head[:, None] * output_strides[1]
     mask = real[:, None] & (d < LATENT)[None, :]
-    tl.store(output_ptr + output_at + d[None, :] * output_feature, y, mask=mask)
+    tl.store(tensors.output + output_at + d[None, :] * output_strides[2], y, mask=mask)

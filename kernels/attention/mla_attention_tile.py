@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.attention.paged_attention_decode import Decoding
-from vllm_module.kernels.attention.paged_attention_splits import Splits
+from vllm_module.kernels.attention.paged_attention_splits import Decoding, Splits
 from vllm_module.kernels.attention.paged_attention_tile import Tiles, exponents, power_of
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
@@ -70,28 +69,17 @@ def prefill_candidates(
     return {"64 x 32": Tiles(64, 32, 8, 3), "64 x 32, 5 stages": Tiles(64, 32, 8, 5)}
 
 
-class LatentArguments(NamedTuple):
-    """The arguments of both kernels, in their order.
-
-    Attributes:
-        capacity: number of tokens on the pages of one row of ``block_tables``.
-        factor: factor of the products of queries and keys.
-        strides: strides of the query, cache, block table and output.
-
-    """
+class LatentTensors(NamedTuple):
+    """The tensors of both kernels, as for ``mla_attention``, and their output."""
 
     query: torch.Tensor
     cache: torch.Tensor
     block_tables: torch.Tensor
     context_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    cache_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     output: torch.Tensor
-    tokens: int
-    sequences: int
-    capacity: int
-    factor: float
-    strides: tuple[int, ...]
+    sinks: None = None
 
 
 @triton.jit
@@ -133,9 +121,7 @@ def attend_latent(
     begin,
     end,
     factor,
-    cache_page,
-    cache_token,
-    cache_feature,
+    cache_strides,
     table_entry,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -169,12 +155,13 @@ def attend_latent(
     outputs = tl.zeros((BLOCK_L, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_L), tl.float32)
     n = tl.arange(0, BLOCK_N)
     d, r = tl.arange(0, BLOCK_L).to(tl.int64), tl.arange(0, BLOCK_R).to(tl.int64)
-    d_at, r_at = d * cache_feature, (LATENT + r) * cache_feature
+    d_at, r_at = d * cache_strides[2], (LATENT + r) * cache_strides[2]
     for start in range(begin, end, BLOCK_N):
         token = start + n
         exists = token < end
         page = tl.load(table_ptr + token // PAGE_SIZE * table_entry, mask=exists, other=0)
-        row = page.to(tl.int64) * cache_page + (token % PAGE_SIZE).to(tl.int64) * cache_token
+        row = page.to(tl.int64) * cache_strides[0]
+        row += (token % PAGE_SIZE).to(tl.int64) * cache_strides[1]
         mask = exists[:, None] & (d < LATENT)[None, :]
         k = tl.load(cache_ptr + row[:, None] + d_at[None, :], mask=mask, other=0.0)
         mask = exists[:, None] & (r < ROPE)[None, :]

@@ -6,19 +6,16 @@ combines the splits of a sequence. The number of programs depends on the batch; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from vllm_module.kernels.attention.paged_attention_splits import (
-    SEQUENCES,
+    Decoding,
     Splits,
-    empty_partial,
     ends_of_items,
     find_item,
-    launch_combine,
-    programs_of,
-    sequences_of_a_launch,
+    launch_splits,
     split_size,
 )
 from vllm_module.kernels.attention.paged_attention_tile import (
@@ -29,6 +26,7 @@ from vllm_module.kernels.attention.paged_attention_tile import (
     descriptors,
     normalize,
     round_query,
+    sinks_and_scale,
 )
 from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import capability
@@ -39,15 +37,6 @@ from vllm_module.kernels.operators import (
     tl,
     triton,
 )
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """A candidate: how contexts are cut, the tiles of a split, and whether it is launched early."""
-
-    splits: Splits
-    tiles: Tiles
-    early: bool = False
 
 
 @cache
@@ -104,104 +93,49 @@ def decode_candidates(
 
 def launch_decode(arguments: Arguments, constants: dict[str, Any]) -> None:
     """Write the outputs of sequences with one new token, and zeros for tokens of no sequence."""
-    query, sequences = arguments.query, arguments.sequences
-    heads, kv_heads = query.shape[1], arguments.k_cache.shape[2]
+    query, k_cache = arguments.tensors.query, arguments.tensors.k_cache
     candidates = decode_candidates(
         constants["BLOCK_D"],
         constants["GROUP"],
         constants["PAGE_SIZE"],
         query.itemsize,
-        arguments.k_cache.itemsize,
+        k_cache.itemsize,
         capability(query) >= (9, 0),
     )
-    case = case_of(query, arguments.k_cache)
+    case = case_of(query, k_cache)
     chosen = choose("paged_attention_decode", case, candidates, query.device)
-    splits, tiles = chosen.splits, chosen.tiles
-    count = splits.count(arguments.capacity)
-    most = sequences_of_a_launch(heads, query.shape[2], count)
-    partial = empty_partial(min(most, sequences), heads, count, query.shape[2], query.device)
-    for begin in range(0, max(1, sequences), most):
-        end = min(begin + most, sequences)
-        _decode[programs_of(end - begin, count, kv_heads), kv_heads](
-            *arguments[:-1],
-            *arguments.strides,
-            *descriptors(arguments, tiles),
-            *partial,
-            begin,
-            end,
-            count,
-            **constants,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            SPLIT=splits.tokens,
-            MAX_SPLITS=splits.most,
-            DIRECT=count == 1,
-            SEQUENCES=SEQUENCES,
-            SWAP=tiles.swap,
-            **launched_early(_decode, chosen.early),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
-        if count > 1 and begin < end:
-            launch_combine(
-                arguments.output,
-                partial,
-                arguments.context_lens,
-                arguments.query_start_loc,
-                arguments.sinks,
-                arguments.v_scale,
-                begin,
-                end - begin,
-                arguments.capacity,
-                arguments.strides[-1],
-                splits,
-                **{name: constants[name] for name in ("GROUP", "BLOCK_D", "WINDOW")},
-            )
+    constants = constants | launched_early(_decode, chosen.early)
+    launch_splits(
+        _decode,
+        arguments,
+        descriptors(arguments.tensors, chosen.tiles),
+        chosen,
+        k_cache.shape[2],
+        constants,
+    )
 
 
 @triton.jit(
     do_not_specialize=["tokens", "sequences", "capacity", "begin", "end", "splits", "table_row"]
 )
 def _decode(
-    query_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    contexts_ptr,
-    starts_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    output_ptr,
+    tensors,
     tokens,
     sequences,
     capacity,
     factor,
     cap,
-    query_token,
-    query_head,
-    query_feature,
-    k_page,
-    k_token,
-    k_head,
-    k_feature,
-    v_page,
-    v_token,
-    v_head,
-    v_feature,
+    query_strides,
+    k_strides,
+    v_strides,
     table_row,
     table_entry,
-    output_token,
-    output_head,
-    output_feature,
+    output_strides,
     k_scale_head,
     v_scale_head,
     k_tiles,
     v_tiles,
-    partial_ptr,
-    maxima_ptr,
-    sums_ptr,
+    partial,
     begin,
     end,
     splits,
@@ -232,39 +166,39 @@ def _decode(
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D).to(tl.int64)
     head = kv_head * GROUP + m
     mask = (m < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
-    output_ptrs = output_ptr + head[:, None] * output_head + d[None, :] * output_feature
+    output_ptr, starts_ptr = tensors.output, tensors.query_start_loc
+    output_ptrs = output_ptr + head[:, None] * output_strides[1] + d[None, :] * output_strides[2]
     if end == sequences:
         zeros = tl.zeros((BLOCK_M, BLOCK_D), output_ptr.dtype.element_ty)
         rest = tl.maximum(tl.load(starts_ptr + sequences).to(tl.int64), 0)
         for token in range(rest + tl.program_id(0), tokens, tl.num_programs(0)):
-            tl.store(output_ptrs + token * output_token, zeros, mask=mask)
+            tl.store(output_ptrs + token * output_strides[0], zeros, mask=mask)
     slopes = tl.zeros((BLOCK_M,), tl.float32)
-    if slopes_ptr is not None:
-        slopes = tl.load(slopes_ptr + head, mask=m < GROUP, other=0.0) * 1.4426950408889634
-    if k_scale_ptr is not None:
-        factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_head)
-    k_strides, v_strides = (k_page, k_token, k_feature), (v_page, v_token, v_feature)
-    k_ptr += kv_head * k_head
-    v_ptr += kv_head * v_head
+    if tensors.slopes is not None:
+        slopes = tl.load(tensors.slopes + head, mask=m < GROUP, other=0.0) * 1.4426950408889634
+    if tensors.k_scale is not None:
+        factor = factor * tl.load(tensors.k_scale + kv_head * k_scale_head)
+    k_ptr = tensors.k_cache + kv_head * k_strides[2]
+    v_ptr = tensors.v_cache + kv_head * v_strides[2]
     ends = ends_of_items(
-        contexts_ptr, starts_ptr, begin, end, tokens, capacity,
+        tensors.context_lens, starts_ptr, begin, end, tokens, capacity,
         WINDOW, SPLIT, MAX_SPLITS, 1 if DIRECT else 0, SEQUENCES,
     )  # fmt: skip
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         index, split = find_item(item, ends)
         sequence = begin + index
         first = tl.load(starts_ptr + sequence).to(tl.int64)
-        context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
+        context = tl.minimum(tl.load(tensors.context_lens + sequence), capacity)
         size = split_size(context, SPLIT, MAX_SPLITS)
         first_seen = 0
         if WINDOW > 0:
             first_seen = tl.maximum(0, context - WINDOW)
             split += first_seen // size
-        rows = query_ptr + first * query_token + head[:, None] * query_head
-        q = tl.load(rows + d[None, :] * query_feature, mask=mask, other=0.0)
+        rows = tensors.query + first * query_strides[0] + head[:, None] * query_strides[1]
+        q = tl.load(rows + d[None, :] * query_strides[2], mask=mask, other=0.0)
         q, divisor = round_query(q, k_ptr)
         positions = tl.zeros((BLOCK_M,), tl.int32) + (context - 1)
-        table_ptr = tables_ptr + table_row.to(tl.int64) * sequence
+        table_ptr = tensors.block_tables + table_row.to(tl.int64) * sequence
         start = tl.maximum(split * size, first_seen // BLOCK_N * BLOCK_N)
         stop = tl.minimum(split * size + size, context)
         maxima = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -278,30 +212,24 @@ def _decode(
             k_ptr, v_ptr, table_ptr, start, full_stop, first_seen, divisor * factor, cap,
             k_strides, v_strides, table_entry, k_tiles, v_tiles, kv_head,
             HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-            slopes_ptr is not None, PRECISION, SWAP, False,
+            tensors.slopes is not None, PRECISION, SWAP, False,
         )  # fmt: skip
         maxima, sums, outputs = attend(
             q, maxima, sums, outputs, positions, slopes,
             k_ptr, v_ptr, table_ptr, full_stop, stop, first_seen, divisor * factor, cap,
             k_strides, v_strides, table_entry, None, None, kv_head,
             HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-            slopes_ptr is not None, PRECISION, SWAP, True,
+            tensors.slopes is not None, PRECISION, SWAP, True,
         )  # fmt: skip
         if SWAP:
             outputs = tl.trans(outputs)
         if DIRECT:
-            sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            if sinks_ptr is not None:
-                sinks = tl.load(sinks_ptr + head, mask=m < GROUP, other=0.0).to(tl.float32)
-                sinks = sinks * 1.4426950408889634
-            v_scale = 1.0
-            if v_scale_ptr is not None:
-                v_scale = tl.load(v_scale_ptr + kv_head * v_scale_head)
+            sinks, v_scale = sinks_and_scale(tensors, v_scale_head, head, m < GROUP, kv_head)
             y = normalize(maxima, sums, outputs, sinks, v_scale)
             y = tl.where(context <= 0, 0.0, y).to(output_ptr.dtype.element_ty)
-            tl.store(output_ptrs + first * output_token, y, mask=mask)
+            tl.store(output_ptrs + first * output_strides[0], y, mask=mask)
         else:
             at = (index * tl.num_programs(1) * GROUP + head) * splits + split
-            tl.store(maxima_ptr + at, maxima, mask=m < GROUP)
-            tl.store(sums_ptr + at, sums, mask=m < GROUP)
-            tl.store(partial_ptr + at[:, None] * HEAD_SIZE + d[None, :], outputs, mask=mask)
+            tl.store(partial[1] + at, maxima, mask=m < GROUP)
+            tl.store(partial[2] + at, sums, mask=m < GROUP)
+            tl.store(partial[0] + at[:, None] * HEAD_SIZE + d[None, :], outputs, mask=mask)

@@ -17,6 +17,7 @@ from vllm_module.kernels.attention.paged_attention_tile import (
     descriptors,
     normalize,
     round_query,
+    sinks_and_scale,
 )
 from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import capability
@@ -53,7 +54,7 @@ def prefill_candidates(
 
 def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
     """Write the outputs of sequences with more than one new token."""
-    group, query = constants["GROUP"], arguments.query
+    group, (query, k_cache, *_) = constants["GROUP"], arguments.tensors
     candidates = prefill_candidates(
         constants["BLOCK_D"],
         group,
@@ -61,20 +62,15 @@ def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
         query.itemsize,
         capability(query) >= (9, 0),
     )
-    case = case_of(query, arguments.k_cache)
+    case = case_of(query, k_cache)
     tiles = choose("paged_attention_prefill", case, candidates, query.device)
     block_q = tiles.block_m // group
-    grid = arguments.tokens // block_q + arguments.sequences, arguments.k_cache.shape[2]
-    _prefill[grid](
-        *arguments[:-1],
-        *arguments.strides,
-        *descriptors(arguments, tiles),
+    _prefill[arguments.tokens // block_q + arguments.sequences, k_cache.shape[2]](
+        *arguments.flat(),
+        *descriptors(arguments.tensors, tiles),
         **constants,
         BLOCK_Q=block_q,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.launch(),
     )
 
 
@@ -99,38 +95,18 @@ def sequence_of(program, starts_ptr, sequences, BLOCK_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "capacity", "table_row"])
 def _prefill(
-    query_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    contexts_ptr,
-    starts_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    output_ptr,
+    tensors,
     tokens,
     sequences,
     capacity,
     factor,
     cap,
-    query_token,
-    query_head,
-    query_feature,
-    k_page,
-    k_token,
-    k_head,
-    k_feature,
-    v_page,
-    v_token,
-    v_head,
-    v_feature,
+    query_strides,
+    k_strides,
+    v_strides,
     table_row,
     table_entry,
-    output_token,
-    output_head,
-    output_feature,
+    output_strides,
     k_scale_head,
     v_scale_head,
     k_tiles,
@@ -151,6 +127,7 @@ def _prefill(
 
     Programs with the longest contexts start first.
     """
+    starts_ptr = tensors.query_start_loc
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = sequence_of(program, starts_ptr, sequences, BLOCK_Q)
     first = tl.load(starts_ptr + sequence)
@@ -158,7 +135,7 @@ def _prefill(
     begin_q = (program - first // BLOCK_Q - sequence) * BLOCK_Q
     if begin_q >= new or new == 1:
         return
-    context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
+    context = tl.minimum(tl.load(tensors.context_lens + sequence), capacity)
     kv_head = tl.program_id(1).to(tl.int64)
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D).to(tl.int64)
     row = begin_q + m // GROUP
@@ -166,21 +143,20 @@ def _prefill(
     real = (m < BLOCK_Q * GROUP) & (row < new) & (first + row >= 0) & (first + row < tokens)
     mask = real[:, None] & (d < HEAD_SIZE)[None, :]
     token = (first + row).to(tl.int64)
-    query_at = token[:, None] * query_token + head[:, None] * query_head
-    query_at += d[None, :] * query_feature
-    q = tl.load(query_ptr + query_at, mask=mask, other=0.0)
+    query_at = token[:, None] * query_strides[0] + head[:, None] * query_strides[1]
+    query_at += d[None, :] * query_strides[2]
+    q = tl.load(tensors.query + query_at, mask=mask, other=0.0)
     positions = context - new + row
     slopes = tl.zeros((BLOCK_M,), tl.float32)
-    if slopes_ptr is not None:
-        slopes = tl.load(slopes_ptr + head, mask=real, other=0.0) * 1.4426950408889634
-    q, divisor = round_query(q, k_ptr)
+    if tensors.slopes is not None:
+        slopes = tl.load(tensors.slopes + head, mask=real, other=0.0) * 1.4426950408889634
+    q, divisor = round_query(q, tensors.k_cache)
     factor = divisor * factor
-    if k_scale_ptr is not None:
-        factor = factor * tl.load(k_scale_ptr + kv_head * k_scale_head)
-    k_strides, v_strides = (k_page, k_token, k_feature), (v_page, v_token, v_feature)
-    k_ptr += kv_head * k_head
-    v_ptr += kv_head * v_head
-    table_ptr = tables_ptr + table_row.to(tl.int64) * sequence
+    if tensors.k_scale is not None:
+        factor = factor * tl.load(tensors.k_scale + kv_head * k_scale_head)
+    k_ptr = tensors.k_cache + kv_head * k_strides[2]
+    v_ptr = tensors.v_cache + kv_head * v_strides[2]
+    table_ptr = tensors.block_tables + table_row.to(tl.int64) * sequence
     maxima = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK_M,), tl.float32)
     outputs = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -200,25 +176,19 @@ def _prefill(
         k_ptr, v_ptr, table_ptr, begin, full_end, first_seen, factor, cap,
         k_strides, v_strides, table_entry, k_tiles, v_tiles, kv_head,
         HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-        slopes_ptr is not None, PRECISION, False, False,
+        tensors.slopes is not None, PRECISION, False, False,
     )  # fmt: skip
     maxima, sums, outputs = attend(
         q, maxima, sums, outputs, positions, slopes,
         k_ptr, v_ptr, table_ptr, full_end, end, first_seen, factor, cap,
         k_strides, v_strides, table_entry, None, None, kv_head,
         HEAD_SIZE, BLOCK_D, BLOCK_N, PAGE_SIZE, SAME_STRIDES, WINDOW, SOFTCAP,
-        slopes_ptr is not None, PRECISION, False, True,
+        tensors.slopes is not None, PRECISION, False, True,
     )  # fmt: skip
-    sinks = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
-        sinks = sinks * 1.4426950408889634
-    v_scale = 1.0
-    if v_scale_ptr is not None:
-        v_scale = tl.load(v_scale_ptr + kv_head * v_scale_head)
-    y = normalize(maxima, sums, outputs, sinks, v_scale).to(output_ptr.dtype.element_ty)
+    sinks, v_scale = sinks_and_scale(tensors, v_scale_head, head, real, kv_head)
+    y = normalize(maxima, sums, outputs, sinks, v_scale).to(tensors.output.dtype.element_ty)
     if context == 0:
         # Zeros for padding, even with sinks.
-        y = tl.zeros((BLOCK_M, BLOCK_D), output_ptr.dtype.element_ty)
-    output_at = token[:, None] * output_token + head[:, None] * output_head
-    tl.store(output_ptr + output_at + d[None, :] * output_feature, y, mask=mask)
+        y = tl.zeros((BLOCK_M, BLOCK_D), tensors.output.dtype.element_ty)
+    output_at = token[:, None] * output_strides[0] + head[:, None] * output_strides[1]
+    tl.store(tensors.output + output_at + d[None, :] * output_strides[2], y, mask=mask)

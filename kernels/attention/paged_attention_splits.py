@@ -8,10 +8,12 @@ pages of the block table beyond a context.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_module.kernels.attention.paged_attention_tile import normalize
+from vllm_module.kernels.attention.paged_attention_tile import Arguments, Tiles, normalize
+from vllm_module.kernels.attention.reshape_and_cache import scale_stride
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
 
 SEQUENCES = 256  # largest number in one launch: each program adds up the splits of all of them
@@ -37,6 +39,15 @@ class Splits:
         return max(1, min(self.most, -(-capacity // self.tokens)))
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """A candidate: how contexts are cut, the tiles of a split, and whether it is launched early."""
+
+    splits: Splits
+    tiles: Tiles
+    early: bool = False
+
+
 def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
     """Return how many sequences one launch processes, so that its scratch memory is bounded.
 
@@ -52,66 +63,74 @@ def programs_of(sequences: int, splits: int, columns: int) -> int:
     return max(1, min(sequences * splits, _PROGRAMS // columns))
 
 
-def empty_partial(
-    sequences: int, heads: int, splits: int, size: int, device: torch.device
-) -> tuple[torch.Tensor | None, ...]:
-    """Allocate outputs ``[sequences, heads, splits, size]``, maxima and sums of splits."""
-    if splits == 1:
-        return None, None, None
-    shape = sequences, heads, splits
-    outputs = torch.empty(*shape, size, dtype=torch.float32, device=device)
-    maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=device)
-    return outputs, maxima, sums
-
-
-def launch_combine(
-    output: torch.Tensor,
-    partial: tuple[torch.Tensor | None, ...],
-    context_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    sinks: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    begin: int,
-    sequences: int,
-    capacity: int,
-    v_scale_head: int,
-    splits: Splits,
-    **constants: int,
+def launch_splits(
+    kernel: Any,
+    arguments: Arguments,
+    rest: tuple[object, ...],
+    chosen: Decoding,
+    columns: int,
+    constants: dict[str, Any],
 ) -> None:
-    """Write the outputs of sequences with one new token, combined from those of their splits.
+    """Write the outputs of sequences with one new token, and zeros for tokens of no sequence.
 
     Args:
-        output: ``[tokens, heads, size]``.
-        partial: results of splits in the memory of :func:`empty_partial`.
-        begin, sequences: the first sequence of ``partial``, and their number.
-        capacity: number of tokens on the pages of one row of the block table.
-        v_scale_head: stride between the scales of two heads.
-        constants: ``GROUP``, ``BLOCK_D`` and ``WINDOW`` of the kernel.
+        kernel: computes the splits of items.
+        arguments, rest: its first arguments.
+        chosen: the candidate.
+        columns: size of the grid's second dimension, whose programs share the heads.
+        constants: its constants.
 
     """
-    outputs = partial[0]
-    assert outputs is not None
-    _, heads, count, size = outputs.shape
-    _combine[sequences, heads](
-        output,
-        *partial,
-        context_lens,
-        query_start_loc,
-        sinks,
-        v_scale,
-        begin,
-        len(output),
-        count,
-        capacity,
-        *output.stride(),
-        v_scale_head,
-        **constants,
-        HEAD_SIZE=size,
-        SPLIT=splits.tokens,
-        MAX_SPLITS=splits.most,
-        AT_ONCE=min(next_power_of_2(splits.most), 4096 // constants["BLOCK_D"]),
-        num_warps=4,
-    )
+    tensors, sequences, splits = arguments.tensors, arguments.sequences, chosen.splits
+    count = splits.count(arguments.capacity)
+    output = tensors.output
+    tokens, heads, size = output.shape
+    most = sequences_of_a_launch(heads, size, count)
+    partial: tuple[torch.Tensor | None, ...] = None, None, None
+    if count > 1:
+        shape = min(most, sequences), heads, count
+        outputs = torch.empty(*shape, size, dtype=torch.float32, device=output.device)
+        partial = outputs, *torch.empty(2, *shape, dtype=torch.float32, device=output.device)
+    block_d = max(16, next_power_of_2(size))
+    sizes = {"SPLIT": splits.tokens, "MAX_SPLITS": splits.most}
+    for begin in range(0, max(1, sequences), most):
+        end = min(begin + most, sequences)
+        kernel[programs_of(end - begin, count, columns), columns](
+            *arguments.flat(),
+            *rest,
+            partial,
+            begin,
+            end,
+            count,
+            **constants,
+            **sizes,
+            DIRECT=count == 1,
+            SEQUENCES=SEQUENCES,
+            SWAP=chosen.tiles.swap,
+            **chosen.tiles.launch(),
+        )
+        if count > 1 and begin < end:
+            _combine[end - begin, heads](
+                output,
+                partial,
+                tensors.context_lens,
+                tensors.query_start_loc,
+                tensors.sinks,
+                tensors.v_scale,
+                begin,
+                tokens,
+                count,
+                arguments.capacity,
+                output.stride(),
+                scale_stride(tensors.v_scale),
+                GROUP=constants.get("GROUP", heads),
+                WINDOW=constants.get("WINDOW", 0),
+                HEAD_SIZE=size,
+                BLOCK_D=block_d,
+                AT_ONCE=min(next_power_of_2(splits.most), 4096 // block_d),
+                **sizes,
+                num_warps=4,
+            )
 
 
 @triton.jit
@@ -162,9 +181,7 @@ def find_item(item, ends):
 @triton.jit(do_not_specialize=["begin", "tokens", "splits", "capacity"])
 def _combine(
     output_ptr,
-    partial_ptr,
-    maxima_ptr,
-    sums_ptr,
+    partial,
     contexts_ptr,
     starts_ptr,
     sinks_ptr,
@@ -173,9 +190,7 @@ def _combine(
     tokens,
     splits,
     capacity,
-    output_token,
-    output_head,
-    output_feature,
+    output_strides,
     v_scale_head,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -186,6 +201,7 @@ def _combine(
     AT_ONCE: tl.constexpr,
 ):
     """Combine the splits of one sequence's new token and one query head, in a fixed order."""
+    partial_ptr, maxima_ptr, sums_ptr = partial
     head = tl.program_id(1).to(tl.int64)
     index = (tl.program_id(0) * tl.num_programs(1) + head) * splits
     sequence = begin + tl.program_id(0)
@@ -224,5 +240,5 @@ def _combine(
         v_scale = tl.load(v_scale_ptr + head // GROUP * v_scale_head)
     y = normalize(one + highest, one + total, outputs[None, :], sinks, v_scale)
     y = tl.where(context <= 0, 0.0, tl.sum(y, axis=0)).to(output_ptr.dtype.element_ty)
-    output_at = output_ptr + first * output_token + head * output_head + d * output_feature
-    tl.store(output_at, y, mask=d < HEAD_SIZE)
+    output_at = first * output_strides[0] + head * output_strides[1] + d * output_strides[2]
+    tl.store(output_ptr + output_at, y, mask=d < HEAD_SIZE)

@@ -34,18 +34,18 @@ class Tiles:
     tma: bool = False
     swap: bool = False
 
+    def launch(self) -> dict[str, int]:
+        """Return the tiles and options of a launch."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
-class Arguments(NamedTuple):
-    """The arguments of both kernels, in their order.
 
-    Attributes:
-        capacity: number of tokens on the pages of one row of ``block_tables``.
-        factor: factor of the products of queries and keys.
-        cap: factor of tanh, if scores are soft-capped.
-        strides: strides of the query, keys, values, block table, output, ``k_scale`` and
-            ``v_scale``.
-
-    """
+class Tensors(NamedTuple):
+    """The tensors of both kernels, as for ``paged_attention``, and its output."""
 
     query: torch.Tensor
     k_cache: torch.Tensor
@@ -55,15 +55,34 @@ class Arguments(NamedTuple):
     query_start_loc: torch.Tensor
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
-    alibi_slopes: torch.Tensor | None
+    slopes: torch.Tensor | None
     sinks: torch.Tensor | None
     output: torch.Tensor
+
+
+class Arguments(NamedTuple):
+    """The first arguments of the kernels of paged and of latent attention.
+
+    Attributes:
+        tensors: ``Tensors``, or those of latent attention.
+        tokens, sequences: number of tokens of the query, and of sequences.
+        capacity: number of tokens on the pages of one row of ``block_tables``.
+        factors: factor of the products of queries and keys; and that of tanh, if scores are
+            soft-capped.
+        strides: strides of tensors, in the order of the kernels' arguments.
+
+    """
+
+    tensors: Any
     tokens: int
     sequences: int
     capacity: int
-    factor: float
-    cap: float
-    strides: tuple[int, ...]
+    factors: tuple[float, ...]
+    strides: tuple[tuple[int, ...] | int, ...]
+
+    def flat(self) -> tuple[object, ...]:
+        """Return the arguments in their order."""
+        return *self[:4], *self.factors, *self.strides
 
 
 def case_of(query: torch.Tensor, k_cache: torch.Tensor) -> str:
@@ -84,13 +103,13 @@ def _case(
     return f"{heads}/{kv_heads} heads of {head_size}, {dtypes}, pages of {page_size}"
 
 
-def descriptors(arguments: Arguments, tiles: Tiles) -> tuple[Any, Any]:
+def descriptors(tensors: Tensors, tiles: Tiles) -> tuple[Any, Any]:
     """Return descriptors of keys and values, ``[cache slots, kv_heads * head_size]``.
 
     ``None`` if ``tiles`` need none, for head sizes that are no power of two, and for caches that
     are views of larger tensors.
     """
-    size, caches = arguments.query.shape[2], (arguments.k_cache, arguments.v_cache)
+    size, caches = tensors.query.shape[2], (tensors.k_cache, tensors.v_cache)
     if not tiles.tma or size != max(16, next_power_of_2(size)):
         return None, None
     if not all(one.is_contiguous() and one.numel() and one.data_ptr() % 16 == 0 for one in caches):
@@ -179,7 +198,7 @@ def attend(
             ``[BLOCK_M, BLOCK_D]``, or ``[BLOCK_D, BLOCK_M]`` with SWAP.
         positions: positions of the rows in their sequence, ``[BLOCK_M]``.
         slopes: ALiBi slopes, ``[BLOCK_M]``.
-        k_ptr, v_ptr: caches of this key-value head, with strides of page, token and feature.
+        k_ptr, v_ptr: caches of this key-value head, with strides of page, token, head and feature.
         table_ptr: block table of this sequence.
         begin: first token, a multiple of BLOCK_N.
         first_seen: the first token that any row attends to.
@@ -217,14 +236,13 @@ def attend(
                 offset = start % PAGE_SIZE + n.to(tl.int64)
             else:
                 offset = (token % PAGE_SIZE).to(tl.int64)
-            k_at = (page * k_strides[0] + offset * k_strides[1])[:, None] + d[None, :] * k_strides[
-                2
-            ]
+            k_at = (page * k_strides[0] + offset * k_strides[1])[:, None]
+            k_at += d[None, :] * k_strides[3]
             if SAME_STRIDES:
                 v_at = k_at
             else:
                 v_at = (page * v_strides[0] + offset * v_strides[1])[:, None]
-                v_at += d[None, :] * v_strides[2]
+                v_at += d[None, :] * v_strides[3]
             if MASKED:
                 k = tl.load(k_ptr + k_at, mask=exists[:, None] & is_feature[None, :], other=0.0)
             elif HEAD_SIZE != BLOCK_D:
@@ -277,3 +295,16 @@ def normalize(maxima, sums, outputs, sinks, v_scale):
     sums = sums * shrink + tl.exp2(sinks - highest)
     shares = tl.where(sums > 0.0, v_scale / sums, float("nan"))
     return outputs * (shrink * shares)[:, None]
+
+
+@triton.jit
+def sinks_and_scale(tensors, v_scale_head, head, mask, kv_head):
+    """Return the sinks of rows, -inf for none, in units of log2; and the scale of the values."""
+    sinks = tl.full(head.shape, float("-inf"), tl.float32)
+    if tensors.sinks is not None:
+        sinks = tl.load(tensors.sinks + head, mask=mask, other=0.0).to(tl.float32)
+        sinks = sinks * 1.4426950408889634
+    v_scale = 1.0
+    if tensors.v_scale is not None:
+        v_scale = tl.load(tensors.v_scale + kv_head * v_scale_head)
+    return sinks, v_scale

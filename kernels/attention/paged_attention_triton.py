@@ -6,7 +6,12 @@ import torch
 
 from vllm_module.kernels.attention.paged_attention_decode import launch_decode
 from vllm_module.kernels.attention.paged_attention_prefill import launch_prefill
-from vllm_module.kernels.attention.paged_attention_tile import LOG2_E, Arguments
+from vllm_module.kernels.attention.paged_attention_tile import (
+    LOG2_E,
+    Arguments,
+    Tensors,
+)
+from vllm_module.kernels.attention.reshape_and_cache import scale_stride
 from vllm_module.kernels.operators import next_power_of_2
 
 
@@ -31,7 +36,7 @@ def paged_attention_triton(
     A sequence of one new token always uses the decode kernel, and any other the prefill kernel, so
     that a token's result does not depend on the rest of the batch.
     """
-    tokens, heads, head_size = query.shape
+    _, heads, head_size = query.shape
     output = query.new_empty(query.shape)
     if not output.numel():
         return output
@@ -41,7 +46,7 @@ def paged_attention_triton(
     sinks = None if sinks is None else sinks.contiguous()
     page_size, kv_heads = k_cache.shape[1:3]
     scales = (k_scale, v_scale) if k_cache.dtype.itemsize == 1 else (None, None)
-    arguments = Arguments(
+    tensors = Tensors(
         query,
         k_cache,
         v_cache,
@@ -52,18 +57,21 @@ def paged_attention_triton(
         alibi_slopes,
         sinks,
         output,
-        tokens,
-        sequences=len(context_lens),
+    )
+    arguments = Arguments(
+        tensors,
+        len(query),
+        len(context_lens),
         capacity=block_tables.shape[1] * page_size,
-        factor=scale * LOG2_E if softcap is None else scale / softcap,
-        cap=1.0 if softcap is None else softcap * LOG2_E,
+        factors=(scale * LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2_E),
         strides=(
-            *query.stride(),
-            *k_cache.stride(),
-            *v_cache.stride(),
+            query.stride(),
+            k_cache.stride(),
+            v_cache.stride(),
             *block_tables.stride(),
-            *output.stride(),
-            *(0 if factor is None or len(factor) == 1 else factor.stride(0) for factor in scales),
+            output.stride(),
+            scale_stride(tensors.k_scale),
+            scale_stride(tensors.v_scale),
         ),
     )
     constants = {

@@ -12,6 +12,7 @@ from vllm_module.kernels.operators import (
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -56,8 +57,25 @@ def reshape_and_cache(
 
     """
     expect("key", key, (None, None, None), FLOATS)
-    tokens, heads, head_size = key.shape
     expect("value", value, key.shape, FLOATS, key)
+    check_caches(key, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds)
+    if bounds is None:
+        _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    else:
+        store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds[0] >= 0)
+
+
+def check_caches(
+    key: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    bounds: tuple[int, int] | None,
+) -> None:
+    """Raise ``ValueError`` unless the keys, and values like them, can be stored."""
+    tokens, heads, head_size = key.shape
     expect("k_cache", k_cache, (None, None, heads, head_size), (*FLOATS, *EIGHT_BITS), key)
     expect("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), key)
     expect_writable("k_cache", k_cache)
@@ -67,12 +85,7 @@ def reshape_and_cache(
         if scale is not None:
             count = 1 if scale.shape == (1,) else heads
             expect(name, scale, (count,), (torch.float32,), key)
-    pages, page_size = k_cache.shape[:2]
-    check_slots(slot_mapping, pages, page_size, bounds)
-    if bounds is None:
-        _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    else:
-        store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds[0] >= 0)
+    check_slots(slot_mapping, k_cache.shape[0], k_cache.shape[1], bounds)
 
 
 def check_slots(
@@ -159,19 +172,10 @@ def reshape_and_cache_triton(
     columns = next_power_of_2(head_size)
     rows = max(1, _TILE // columns)
     _store[(-(-tokens * heads // rows),)](
-        key,
-        value,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        k_scale,
-        v_scale,
+        (key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale),
         tokens * heads,
         pages * page_size,
-        *key.stride(),
-        *value.stride(),
-        *k_cache.stride(),
-        *v_cache.stride(),
+        strides_of(key, value, k_cache, v_cache),
         slot_mapping.stride(0),
         scale_stride(k_scale),
         scale_stride(v_scale),
@@ -192,29 +196,10 @@ def scale_stride(scale: torch.Tensor | None) -> int:
 
 @triton.jit(do_not_specialize=["rows"])
 def _store(
-    key_ptr,
-    value_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
+    tensors,
     rows,
     cache_slots,
-    key_token,
-    key_head,
-    key_column,
-    value_token,
-    value_head,
-    value_column,
-    k_cache_page,
-    k_cache_offset,
-    k_cache_head,
-    k_cache_column,
-    v_cache_page,
-    v_cache_offset,
-    v_cache_head,
-    v_cache_column,
+    strides,
     slot_mapping_stride,
     k_scale_stride,
     v_scale_stride,
@@ -226,30 +211,44 @@ def _store(
     MAX: tl.constexpr,
 ):
     """Store some rows, one for each token and head; divisors are compile-time constants."""
+    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr = tensors[:4]
+    slot_mapping_ptr, k_scale_ptr, v_scale_ptr = tensors[4:]
+    key_strides, value_strides, k_cache_strides, v_cache_strides = strides
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
     token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-    cache_slot = tl.load(slot_mapping_ptr + token * slot_mapping_stride, mask=row < rows, other=-1)
-    cache_slot = cache_slot.to(tl.int64)
-    stored = (cache_slot >= 0) & (cache_slot < cache_slots)
-    page, offset = cache_slot // PAGE_SIZE, cache_slot % PAGE_SIZE
+    stored, page, offset = place_of(
+        slot_mapping_ptr, slot_mapping_stride, token, row < rows, cache_slots, PAGE_SIZE
+    )
     mask = stored[:, None] & (column < HEAD_SIZE)[None, :]
-
     # Both are loaded before either is stored, so that the loads overlap.
-    key_at = (token * key_token + head * key_head)[:, None] + column[None, :] * key_column
-    key = tl.load(key_ptr + key_at, mask=mask)
-    value_at = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
-    value = tl.load(value_ptr + value_at, mask=mask)
-
+    key = loaded_rows(key_ptr, key_strides, token, head, column, mask)
+    value = loaded_rows(value_ptr, value_strides, token, head, column, mask)
     key = converted(key, k_scale_ptr, head * k_scale_stride, MAX, k_cache_ptr.dtype.element_ty)
     value = converted(value, v_scale_ptr, head * v_scale_stride, MAX, v_cache_ptr.dtype.element_ty)
+    store_rows(key, k_cache_ptr, k_cache_strides, page, offset, head, column, mask)
+    store_rows(value, v_cache_ptr, v_cache_strides, page, offset, head, column, mask)
 
-    key_at = page * k_cache_page + offset * k_cache_offset + head * k_cache_head
-    key_at = key_at[:, None] + column[None, :] * k_cache_column
-    tl.store(k_cache_ptr + key_at, key, mask=mask)
-    value_at = page * v_cache_page + offset * v_cache_offset + head * v_cache_head
-    value_at = value_at[:, None] + column[None, :] * v_cache_column
-    tl.store(v_cache_ptr + value_at, value, mask=mask)
+
+@triton.jit
+def place_of(slots_ptr, stride, token, exists, cache_slots, PAGE_SIZE: tl.constexpr):
+    """Return whether tokens are stored, and the page and the offset in it of their cache slots."""
+    slot = tl.load(slots_ptr + token * stride, mask=exists, other=-1).to(tl.int64)
+    return (slot >= 0) & (slot < cache_slots), slot // PAGE_SIZE, slot % PAGE_SIZE
+
+
+@triton.jit
+def loaded_rows(ptr, strides, token, head, column, mask):
+    """Return rows of a tensor ``[tokens, heads, columns]``."""
+    at = (token * strides[0] + head * strides[1])[:, None] + column[None, :] * strides[2]
+    return tl.load(ptr + at, mask=mask)
+
+
+@triton.jit
+def store_rows(x, cache_ptr, strides, page, offset, head, column, mask):
+    """Store rows in a cache ``[pages, page_size, heads, columns]``."""
+    at = page * strides[0] + offset * strides[1] + head * strides[2]
+    tl.store(cache_ptr + at[:, None] + column[None, :] * strides[3], x, mask=mask)
 
 
 @triton.jit

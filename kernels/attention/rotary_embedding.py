@@ -48,6 +48,15 @@ def rotary_embedding(
     expect("key", key, (tokens, None, head_size), (query.dtype,), query)
     expect_writable("query", query)
     expect_writable("key", key)
+    cos, sin = check_angles(query, cos, sin)
+    _rotary_embedding(query, key, cos, sin, is_neox_style)
+
+
+def check_angles(
+    query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return angles as ``[tokens, pairs]``; raise ``ValueError`` unless they fit the query."""
+    tokens, _, head_size = query.shape
     one_head = cos.dim() == 3 and cos.shape[1] == 1
     expect("cos", cos, (tokens, 1, None) if one_head else (tokens, None), (torch.float32,), query)
     expect("sin", sin, cos.shape, (torch.float32,), query)
@@ -55,7 +64,7 @@ def rotary_embedding(
         raise ValueError(f"cos rotates {2 * cos.shape[-1]} features, and heads have {head_size}")
     if one_head:
         cos, sin = cos[:, 0], sin[:, 0]
-    _rotary_embedding(query, key, cos, sin, is_neox_style)
+    return cos, sin
 
 
 def rotary_embedding_reference(
@@ -116,8 +125,8 @@ def rotary_embedding_triton(
         heads,
         kv_heads,
         query_programs,
-        *query.stride(),
-        *key.stride(),
+        query.stride(),
+        key.stride(),
         cos.stride(1),
         sin.stride(1),
         PAIRS=pairs,
@@ -140,12 +149,8 @@ def _rotate_both(
     heads,
     kv_heads,
     query_programs,
-    query_token,
-    query_head,
-    query_feature,
-    key_token,
-    key_head,
-    key_feature,
+    query_strides,
+    key_strides,
     cos_pair,
     sin_pair,
     PAIRS: tl.constexpr,
@@ -160,13 +165,13 @@ def _rotate_both(
     if program < query_programs:
         _rotate(
             query_ptr, cos_ptr, sin_ptr, program, tokens, heads,
-            query_token, query_head, query_feature, cos_pair, sin_pair,
+            query_strides, cos_pair, sin_pair,
             PAIRS, COS_TOKEN, SIN_TOKEN, HEADS, TILE, NEOX,
         )  # fmt: skip
     else:
         _rotate(
             key_ptr, cos_ptr, sin_ptr, program - query_programs, tokens, kv_heads,
-            key_token, key_head, key_feature, cos_pair, sin_pair,
+            key_strides, cos_pair, sin_pair,
             PAIRS, COS_TOKEN, SIN_TOKEN, HEADS, TILE, NEOX,
         )  # fmt: skip
 
@@ -179,9 +184,7 @@ def _rotate(
     program,
     tokens,
     heads,
-    x_token,
-    x_head,
-    x_feature,
+    x_strides,
     cos_pair,
     sin_pair,
     PAIRS: tl.constexpr,
@@ -197,17 +200,17 @@ def _rotate(
     inside = (token < tokens) & (pair < PAIRS)
     cos = tl.load(cos_ptr + token * COS_TOKEN + pair * cos_pair, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + token * SIN_TOKEN + pair * sin_pair, mask=inside, other=0.0)
-    heads_ptr = x_ptr + token * x_token + head * x_head
+    heads_ptr = x_ptr + token * x_strides[0] + head * x_strides[1]
     if NEOX:
-        first_ptr = heads_ptr + pair * x_feature
-        second_ptr = heads_ptr + (pair + PAIRS) * x_feature
+        first_ptr = heads_ptr + pair * x_strides[2]
+        second_ptr = heads_ptr + (pair + PAIRS) * x_strides[2]
         first = tl.load(first_ptr, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(second_ptr, mask=inside, other=0.0).to(tl.float32)
         tl.store(first_ptr, (first * cos - second * sin).to(x_ptr.dtype.element_ty), mask=inside)
         tl.store(second_ptr, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=inside)
     else:  # neighbours are loaded together and split in registers
         feature = tl.arange(0, 2 * TILE)[None, :]
-        pair_ptrs = heads_ptr + feature * x_feature
+        pair_ptrs = heads_ptr + feature * x_strides[2]
         inside = (token < tokens) & (feature < 2 * PAIRS)
         x = tl.load(pair_ptrs, mask=inside, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, [HEADS, TILE, 2]))

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.attention.reshape_and_cache import (
-    check_slots,
+    check_caches,
     converted,
     holds_slots,
+    loaded_rows,
+    place_of,
     scale_stride,
     store_in_torch,
+    store_rows,
 )
-from vllm_module.kernels.attention.rotary_embedding import rotary_embedding_reference
+from vllm_module.kernels.attention.rotary_embedding import check_angles, rotary_embedding_reference
 from vllm_module.kernels.attention.rotate_tile import rotate_rows
-from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert, greatest
+from vllm_module.kernels.dtypes import FLOATS, can_convert, greatest
 from vllm_module.kernels.operators import (
     expect,
     expect_writable,
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -77,36 +83,21 @@ def rotate_and_cache(
     expect("query", query, (None, None, None), FLOATS)
     tokens, _, head_size = query.shape
     expect("key", key, (tokens, None, head_size), (query.dtype,), query)
-    heads = key.shape[1]
     expect("value", value, key.shape, (query.dtype,), query)
     expect_writable("query", query)
     expect_writable("key", key)
-    one_head = cos.dim() == 3 and cos.shape[1] == 1
-    expect("cos", cos, (tokens, 1, None) if one_head else (tokens, None), (torch.float32,), query)
-    expect("sin", sin, cos.shape, (torch.float32,), query)
-    if 2 * cos.shape[-1] > head_size:
-        raise ValueError(f"cos rotates {2 * cos.shape[-1]} features, and heads have {head_size}")
-    if one_head:
-        cos, sin = cos[:, 0], sin[:, 0]
+    cos, sin = check_angles(query, cos, sin)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("queries and keys must both be normalized, or none: a weight is missing")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             expect(name, weight, (head_size,), (query.dtype,), query)
-    expect("k_cache", k_cache, (None, None, heads, head_size), (*FLOATS, *EIGHT_BITS), query)
-    expect("v_cache", v_cache, k_cache.shape, (k_cache.dtype,), query)
-    expect_writable("k_cache", k_cache)
-    expect_writable("v_cache", v_cache)
-    expect("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32), query)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            expect(name, scale, (1 if scale.shape == (1,) else heads,), (torch.float32,), query)
-    check_slots(slot_mapping, k_cache.shape[0], k_cache.shape[1], bounds)
+    check_caches(key, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds)
     heads_and_angles = query, key, value, cos, sin
     stored = k_cache, v_cache, slot_mapping, k_scale, v_scale
     norms = q_weight, k_weight, eps, weight_offset
     if bounds is not None:
-        return _in_torch(*heads_and_angles, *stored, is_neox_style, *norms, bounds[0] >= 0)
+        return _in_torch(bounds[0] >= 0, *heads_and_angles, *stored, is_neox_style, *norms)
     _rotate_and_cache(*heads_and_angles, *stored, is_neox_style, *norms)
     return query
 
@@ -130,32 +121,17 @@ def rotate_and_cache_reference(
 ) -> None:
     """Normalize, rotate and store in plain torch; see :func:`rotate_and_cache`."""
     rotated = _in_torch(
-        query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale,
-        is_neox_style, q_weight, k_weight, eps, weight_offset, holds_slots(k_cache, slot_mapping),
+        holds_slots(k_cache, slot_mapping), query, key, value, cos, sin, k_cache, v_cache,
+        slot_mapping, k_scale, v_scale, is_neox_style, q_weight, k_weight, eps, weight_offset,
     )  # fmt: skip
     if rotated is not query:
         query.copy_(rotated)
 
 
-def _in_torch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    is_neox_style: bool,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    inside: bool,
-) -> torch.Tensor:
+def _in_torch(inside: bool, *arguments: Any) -> torch.Tensor:
     """Return the rotated query; ``inside`` is True if the cache has all of ``slot_mapping``."""
+    query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale = arguments[:10]
+    is_neox_style, q_weight, k_weight, eps, weight_offset = arguments[10:]
     if q_weight is not None and k_weight is not None:
         query = rms_norm_reference(query, q_weight, eps, weight_offset)
         key = rms_norm_reference(key, k_weight, eps, weight_offset)
@@ -164,29 +140,12 @@ def _in_torch(
     return query
 
 
-def rotate_and_cache_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    is_neox_style: bool,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-) -> None:
+def rotate_and_cache_triton(*arguments: Any) -> None:
     """Normalize, rotate and store in one Triton kernel; see :func:`rotate_and_cache`."""
+    query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale = arguments[:10]
+    is_neox_style, q_weight, k_weight, eps, weight_offset = arguments[10:]
     if not can_convert(k_cache.dtype, k_cache):
-        rotate_and_cache_reference(
-            query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale,
-            is_neox_style, q_weight, k_weight, eps, weight_offset,
-        )  # fmt: skip
+        rotate_and_cache_reference(*arguments)
         return
     tokens, heads, head_size = query.shape
     kv_heads, pairs = key.shape[1], cos.shape[1]
@@ -199,27 +158,13 @@ def rotate_and_cache_triton(
     key_programs = -(-tokens * kv_heads // rows)
     if not head_size or not query_programs + key_programs:
         return
+    norms = (None if x is None else x.contiguous() for x in (q_weight, k_weight))
     _rotate_and_store[(query_programs + key_programs,)](
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        None if q_weight is None else q_weight.contiguous(),
-        None if k_weight is None else k_weight.contiguous(),
+        (*arguments[:10], *norms),
         tokens,
         query_programs,
         pages * page_size,
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
-        *k_cache.stride(),
-        *v_cache.stride(),
+        strides_of(query, key, value, k_cache, v_cache),
         cos.stride(1),
         sin.stride(1),
         slot_mapping.stride(0),
@@ -246,38 +191,11 @@ def rotate_and_cache_triton(
 
 @triton.jit(do_not_specialize=["tokens", "query_programs"])
 def _rotate_and_store(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
+    tensors,
     tokens,
     query_programs,
     cache_slots,
-    query_token,
-    query_head,
-    query_column,
-    key_token,
-    key_head,
-    key_column,
-    value_token,
-    value_head,
-    value_column,
-    k_cache_page,
-    k_cache_offset,
-    k_cache_head,
-    k_cache_column,
-    v_cache_page,
-    v_cache_offset,
-    v_cache_head,
-    v_cache_column,
+    strides,
     cos_pair,
     sin_pair,
     slot_mapping_stride,
@@ -300,40 +218,38 @@ def _rotate_and_store(
     MAX: tl.constexpr,
 ):
     """Rotate some heads of the query in place, or store some heads of keys and values."""
+    query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, k_cache_ptr, v_cache_ptr = tensors[:7]
+    slot_mapping_ptr, k_scale_ptr, v_scale_ptr, q_weight_ptr, k_weight_ptr = tensors[7:]
+    query_strides, key_strides, value_strides, k_cache_strides, v_cache_strides = strides
     program = tl.program_id(0)
     if program < query_programs:
         row = program * ROWS + tl.arange(0, ROWS)
         token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-        at = token * query_token + head * query_head
+        at, column = token * query_strides[0] + head * query_strides[1], query_strides[2]
         rotate_rows(
-            query_ptr, at, query_column, q_weight_ptr, query_ptr, at, query_column, None, head,
+            query_ptr, at, column, q_weight_ptr, query_ptr, at, column, None, head,
             cos_ptr, sin_ptr, token, cos_pair, sin_pair, token < tokens, eps,
             COS_TOKEN, SIN_TOKEN, HEAD_SIZE, PAIRS, ROWS, TILE, REST, OFFSET, NEOX, MAX,
         )  # fmt: skip
         return
     row = (program - query_programs) * ROWS + tl.arange(0, ROWS)
     token, head = (row // KV_HEADS).to(tl.int64), (row % KV_HEADS).to(tl.int64)
-    slot_ptrs = slot_mapping_ptr + token * slot_mapping_stride
-    cache_slot = tl.load(slot_ptrs, mask=token < tokens, other=-1).to(tl.int64)
-    stored = (cache_slot >= 0) & (cache_slot < cache_slots)
-    page, offset = cache_slot // PAGE_SIZE, cache_slot % PAGE_SIZE
-
+    stored, page, offset = place_of(
+        slot_mapping_ptr, slot_mapping_stride, token, token < tokens, cache_slots, PAGE_SIZE
+    )
     column = tl.arange(0, COLUMNS).to(tl.int64)
     mask = stored[:, None] & (column < HEAD_SIZE)[None, :]
-    value_at = (token * value_token + head * value_head)[:, None] + column[None, :] * value_column
     # Loaded before keys, so that the loads overlap.
-    value = tl.load(value_ptr + value_at, mask=mask)
+    value = loaded_rows(value_ptr, value_strides, token, head, column, mask)
+    key_at = page * k_cache_strides[0] + offset * k_cache_strides[1] + head * k_cache_strides[2]
     rotate_rows(
-        key_ptr, token * key_token + head * key_head, key_column, k_weight_ptr,
-        k_cache_ptr, page * k_cache_page + offset * k_cache_offset + head * k_cache_head,
-        k_cache_column, k_scale_ptr, head * k_scale_stride,
+        key_ptr, token * key_strides[0] + head * key_strides[1], key_strides[2], k_weight_ptr,
+        k_cache_ptr, key_at, k_cache_strides[3], k_scale_ptr, head * k_scale_stride,
         cos_ptr, sin_ptr, token, cos_pair, sin_pair, stored, eps,
         COS_TOKEN, SIN_TOKEN, HEAD_SIZE, PAIRS, ROWS, TILE, REST, OFFSET, NEOX, MAX,
     )  # fmt: skip
     value = converted(value, v_scale_ptr, head * v_scale_stride, MAX, v_cache_ptr.dtype.element_ty)
-    value_at = page * v_cache_page + offset * v_cache_offset + head * v_cache_head
-    value_at = value_at[:, None] + column[None, :] * v_cache_column
-    tl.store(v_cache_ptr + value_at, value, mask=mask)
+    store_rows(value, v_cache_ptr, v_cache_strides, page, offset, head, column, mask)
 
 
 _rotate_and_cache = operator(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla_reference
-from vllm_module.kernels.attention.reshape_and_cache import check_slots, converted
-from vllm_module.kernels.attention.rotary_embedding import rotary_embedding_reference
+from vllm_module.kernels.attention.reshape_and_cache import check_slots, converted, place_of
+from vllm_module.kernels.attention.rotary_embedding import check_angles, rotary_embedding_reference
 from vllm_module.kernels.attention.rotate_tile import rotate_rows
 from vllm_module.kernels.dtypes import FLOATS, FP8, can_convert, greatest
 from vllm_module.kernels.operators import (
@@ -15,6 +17,7 @@ from vllm_module.kernels.operators import (
     next_power_of_2,
     nothing,
     operator,
+    strides_of,
     tl,
     triton,
 )
@@ -68,13 +71,7 @@ def rotate_and_cache_mla(
     expect("rotated", rotated, query.shape, same, query)
     for name, written in (("query", query), ("rope_key", rope_key), ("rotated", rotated)):
         expect_writable(name, written)
-    one_head = cos.dim() == 3 and cos.shape[1] == 1
-    expect("cos", cos, (tokens, 1, None) if one_head else (tokens, None), (torch.float32,), query)
-    expect("sin", sin, cos.shape, (torch.float32,), query)
-    if 2 * cos.shape[-1] > rope:
-        raise ValueError(f"cos rotates {2 * cos.shape[-1]} features, and heads have {rope}")
-    if one_head:
-        cos, sin = cos[:, 0], sin[:, 0]
+    cos, sin = check_angles(query, cos, sin)
     expect("cache", cache, (None, None, latent.shape[1] + rope), (*FLOATS, *FP8), query)
     expect_writable("cache", cache)
     expect("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32), query)
@@ -110,27 +107,12 @@ def rotate_and_cache_mla_reference(
     concat_and_cache_mla_reference(latent, rope_key, cache, slot_mapping, scale)
 
 
-def rotate_and_cache_mla_triton(
-    query: torch.Tensor,
-    latent: torch.Tensor,
-    rope_key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    rotated: torch.Tensor,
-    cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_offset: float,
-    is_neox_style: bool,
-) -> None:
+def rotate_and_cache_mla_triton(*arguments: Any) -> None:
     """Normalize, rotate and store in one Triton kernel; see :func:`rotate_and_cache_mla`."""
+    query, latent, rope_key, cos, sin, rotated, cache, slot_mapping = arguments[:8]
+    weight, eps, weight_offset, is_neox_style = arguments[9:]
     if not can_convert(cache.dtype, cache):
-        rotate_and_cache_mla_reference(
-            query, latent, rope_key, cos, sin, rotated, cache, slot_mapping, scale,
-            weight, eps, weight_offset, is_neox_style,
-        )  # fmt: skip
+        rotate_and_cache_mla_reference(*arguments)
         return
     (tokens, heads, rope), pairs = query.shape, cos.shape[1]
     columns = next_power_of_2(latent.shape[1])
@@ -142,24 +124,11 @@ def rotate_and_cache_mla_triton(
     if not tokens:
         return
     _rotate_and_store_latent[(query_programs + -(-tokens // latent_rows),)](
-        query,
-        latent,
-        rope_key,
-        cos,
-        sin,
-        rotated,
-        cache,
-        slot_mapping,
-        scale,
-        weight.contiguous(),
+        (*arguments[:9], weight.contiguous()),
         tokens,
         query_programs,
         cache.shape[0] * cache.shape[1],
-        *query.stride(),
-        *latent.stride(),
-        *rope_key.stride(),
-        *rotated.stride(),
-        *cache.stride(),
+        strides_of(query, latent, rope_key, rotated, cache),
         cos.stride(1),
         sin.stride(1),
         slot_mapping.stride(0),
@@ -185,32 +154,11 @@ def rotate_and_cache_mla_triton(
 
 @triton.jit(do_not_specialize=["tokens", "query_programs"])
 def _rotate_and_store_latent(
-    query_ptr,
-    latent_ptr,
-    rope_ptr,
-    cos_ptr,
-    sin_ptr,
-    rotated_ptr,
-    cache_ptr,
-    slot_mapping_ptr,
-    scale_ptr,
-    weight_ptr,
+    tensors,
     tokens,
     query_programs,
     cache_slots,
-    query_token,
-    query_head,
-    query_column,
-    latent_token,
-    latent_column,
-    rope_token,
-    rope_column,
-    rotated_token,
-    rotated_head,
-    rotated_column,
-    cache_page,
-    cache_offset,
-    cache_column,
+    strides,
     cos_pair,
     sin_pair,
     slot_mapping_stride,
@@ -232,13 +180,18 @@ def _rotate_and_store_latent(
     MAX: tl.constexpr,
 ):
     """Rotate some heads of the query, or store the latents and keys of some tokens."""
+    query_ptr, latent_ptr, rope_ptr, cos_ptr, sin_ptr, rotated_ptr = tensors[:6]
+    cache_ptr, slot_mapping_ptr, scale_ptr, weight_ptr = tensors[6:]
+    query_strides, latent_strides, rope_strides, rotated_strides, cache_strides = strides
     program = tl.program_id(0)
     if program < query_programs:
         row = program * QUERY_ROWS + tl.arange(0, QUERY_ROWS)
         token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+        x_at = token * query_strides[0] + head * query_strides[1]
+        y_at = token * rotated_strides[0] + head * rotated_strides[1]
         rotate_rows(
-            query_ptr, token * query_token + head * query_head, query_column, None,
-            rotated_ptr, token * rotated_token + head * rotated_head, rotated_column, None, head,
+            query_ptr, x_at, query_strides[2], None,
+            rotated_ptr, y_at, rotated_strides[2], None, head,
             cos_ptr, sin_ptr, token, cos_pair, sin_pair, token < tokens, eps,
             COS_TOKEN, SIN_TOKEN, ROPE, PAIRS, QUERY_ROWS, TILE, REST, OFFSET, NEOX, MAX,
         )  # fmt: skip
@@ -246,24 +199,24 @@ def _rotate_and_store_latent(
     narrow: tl.constexpr = latent_ptr.dtype.element_ty
     row = (program - query_programs) * LATENT_ROWS + tl.arange(0, LATENT_ROWS)
     token = row.to(tl.int64)
-    slot_ptrs = slot_mapping_ptr + token * slot_mapping_stride
-    cache_slot = tl.load(slot_ptrs, mask=row < tokens, other=-1).to(tl.int64)
-    stored = (cache_slot >= 0) & (cache_slot < cache_slots)
-    cache_at = cache_slot // PAGE_SIZE * cache_page + cache_slot % PAGE_SIZE * cache_offset
+    stored, page, offset = place_of(
+        slot_mapping_ptr, slot_mapping_stride, token, row < tokens, cache_slots, PAGE_SIZE
+    )
+    cache_at = page * cache_strides[0] + offset * cache_strides[1]
 
     column = tl.arange(0, COLUMNS)[None, :]
     mask = stored[:, None] & (column < LATENT)
-    latent_ptrs = latent_ptr + (token * latent_token)[:, None] + column * latent_column
+    latent_ptrs = latent_ptr + (token * latent_strides[0])[:, None] + column * latent_strides[1]
     latent = tl.load(latent_ptrs, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < LATENT, other=0.0)
     inverse = tl.rsqrt(tl.sum(latent * latent, axis=1, keep_dims=True) / LATENT + eps)
     latent = weighted(latent, inverse, weight, narrow, OFFSET).to(narrow)
     scale_at = tl.zeros((LATENT_ROWS,), tl.int64)
     latent = converted(latent, scale_ptr, scale_at, MAX, cache_ptr.dtype.element_ty)
-    tl.store(cache_ptr + cache_at[:, None] + column * cache_column, latent, mask=mask)
+    tl.store(cache_ptr + cache_at[:, None] + column * cache_strides[2], latent, mask=mask)
     rotate_rows(
-        rope_ptr, token * rope_token, rope_column, None,
-        cache_ptr, cache_at + LATENT * cache_column, cache_column, scale_ptr, scale_at,
+        rope_ptr, token * rope_strides[0], rope_strides[1], None, cache_ptr,
+        cache_at + LATENT * cache_strides[2], cache_strides[2], scale_ptr, scale_at,
         cos_ptr, sin_ptr, token, cos_pair, sin_pair, stored, eps,
         COS_TOKEN, SIN_TOKEN, ROPE, PAIRS, LATENT_ROWS, TILE, REST, OFFSET, NEOX, MAX,
     )  # fmt: skip

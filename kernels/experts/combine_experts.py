@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
@@ -117,10 +119,9 @@ def _combine(
     tl.store(out_ptr + token * features + feature, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _empty(
-    y: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def _empty(y: torch.Tensor, *others: Any) -> torch.Tensor:
     """Return an empty sum."""
+    *_, weights = others
     return y.new_empty(weights.shape[0], y.shape[1])
 
 

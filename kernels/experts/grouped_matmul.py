@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from vllm_module.kernels.dtypes import FLOATS, can_convert
-from vllm_module.kernels.experts.grouped_matmul_configurations import GroupedMatmulConfig, config_of
+from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
 from vllm_module.kernels.matmul.linear import linear
+from vllm_module.kernels.matmul.matmul_configurations import (
+    MatmulConfig,
+    ScaledWeight,
+    grouped_config_of,
+)
 from vllm_module.kernels.matmul.product_tile import added, block_scale, clamped, loaded, written
+from vllm_module.kernels.matmul.scaled_matmul import (
+    check_input_scale,
+    dequantized_input,
+    quantized_input,
+)
 from vllm_module.kernels.operators import (
     checks_values,
     expect,
     next_power_of_2,
     operator,
+    strides_of,
     tl,
     triton,
 )
-from vllm_module.kernels.rows.quantize import dequantize, quantize_static_triton, quantize_triton
+from vllm_module.kernels.rows.quantize import dequantize
 
 _FP8 = torch.float8_e4m3fn
 
@@ -87,19 +98,9 @@ def grouped_matmul(
     groups = -(-inputs // block[1])
     if scale is not None:
         expect("scale", scale, (count, -(-outputs // block[0]), groups), (torch.float32,), x)
-    if x.dtype == _FP8:
-        if input_scale is None:
-            raise ValueError("x is quantized, and its scale is missing")
-        if weight.dtype != _FP8:
-            raise ValueError(f"x is quantized, and its weight must be {_FP8}, got {weight.dtype}")
-    elif x.dtype != dtype and scale is None:
+    if x.dtype not in (_FP8, dtype) and scale is None:
         raise ValueError(f"x must be {dtype}, the output's dtype, got {x.dtype}")
-    if input_scale is not None:
-        shape = tuple(input_scale.shape)
-        if shape not in ((), (1,)):
-            last = 1 if shape[-1] == 1 else groups
-            shape = (x.shape[0], last) if x.dtype == _FP8 else ()
-        expect("input_scale", input_scale, shape, (torch.float32,), x)
+    check_input_scale(x, weight, input_scale, groups)
     expect_groups(x, offsets, bias, rows, top_k, (count, outputs), dtype)
     return _grouped_matmul(
         x, weight, offsets, bias, rows, top_k, scale, *block, input_scale, quantize_input, dtype
@@ -125,7 +126,7 @@ def expect_groups(
     if rows is not None:
         expect("rows", rows, (len(x) * top_k,), (torch.int32,), x)
     if checks_values(offsets):
-        bounds, length = offsets.tolist(), _length(x, rows)
+        bounds, length = offsets.tolist(), rows_of(x, rows)
         if bounds[0] != 0 or bounds[-1] > length or any(a > b for a, b in pairwise(bounds)):
             raise ValueError(f"offsets must ascend from 0 to at most {length} rows, got {bounds}")
 
@@ -146,9 +147,7 @@ def grouped_matmul_reference(
 ) -> torch.Tensor:
     """Multiply in plain torch, an expert at a time; no input is quantized."""
     if x.dtype == _FP8:
-        assert input_scale is not None
-        scales = input_scale.expand(len(x), -(-x.shape[1] // block_columns))
-        x = dequantize(x, scales, (1, block_columns), dtype)
+        x = dequantized_input(x, input_scale, block_columns, dtype)
     block = (block_rows, block_columns)
 
     def weight_of(expert: int) -> torch.Tensor:
@@ -169,7 +168,7 @@ def by_expert(
     top_k: int,
 ) -> torch.Tensor:
     """Return products with the weights of the experts that have rows."""
-    y = x.new_empty(_length(x, rows), outputs)
+    y = x.new_empty(rows_of(x, rows), outputs)
     bounds = offsets.tolist()
     y[bounds[-1] :] = 0
     if rows is not None:
@@ -181,75 +180,35 @@ def by_expert(
     return y
 
 
-def grouped_matmul_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-    scale: torch.Tensor | None,
-    block_rows: int,
-    block_columns: int,
-    input_scale: torch.Tensor | None,
-    quantize_input: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def grouped_matmul_triton(*arguments: Any) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`grouped_matmul`."""
-    length, (count, N, K) = _length(x, rows), weight.shape
+    x, weight, offsets, bias, rows, top_k, scale, *block, input_scale, quantize, dtype = arguments
+    block_rows, block_columns = block
+    length, (count, N, K) = rows_of(x, rows), weight.shape
     if not length * count * N:
         return x.new_zeros((length, N), dtype=dtype)
     if not K or not can_convert(weight.dtype, x):
-        return grouped_matmul_reference(
-            x,
-            weight,
-            offsets,
-            bias,
-            rows,
-            top_k,
-            scale,
-            block_rows,
-            block_columns,
-            input_scale,
-            quantize_input,
-            dtype,
-        )
+        return grouped_matmul_reference(*arguments)
     x_scale, groups = None, 1 if scale is None else scale.shape[2]
-    if x.dtype == _FP8:
-        assert input_scale is not None
-        x_scale = input_scale.expand(len(x), groups)
-    elif weight.dtype == _FP8 and quantize_input:
-        wide, x = x, torch.empty(x.shape, dtype=_FP8, device=x.device)
-        if input_scale is None:
-            x_scale = torch.empty(len(x), groups, dtype=torch.float32, device=x.device)
-            quantize_triton(wide, x, x_scale, 1, block_columns)
-        else:
-            x_scale = input_scale.expand(len(x), groups)
-            quantize_static_triton(wide, x, x_scale, 1, block_columns)
+    if x.dtype == _FP8 or (weight.dtype == _FP8 and quantize):
+        x, x_scale = quantized_input(x, input_scale, block_columns, groups)
     y = torch.empty(length, N, dtype=dtype, device=x.device)
-    config = config_of(length, (count, N, K), (block_rows, block_columns), x)
+    described = ScaledWeight(N, K, (block_rows, block_columns), x.dtype, capability(x), count)
+    config = grouped_config_of(length, described, x)
     span = K if groups <= 1 else block_columns  # number of input features that steps divide
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_groups[(tiles,)](
         x,
         weight,
         _descriptor(weight, config, span),
-        scale,
-        x_scale,
-        bias,
-        rows,
-        offsets,
-        y,
+        (scale, x_scale, bias, rows, offsets, y),
         length,
         count,
         top_k,
         N,
         K,
-        *x.stride(),
-        *weight.stride(),
-        *((0, 0, 0) if scale is None else scale.stride()),
-        *((0, 0) if x_scale is None else x_scale.stride()),
-        *((0, 0) if bias is None else bias.stride()),
+        strides_of(x, weight, scale, x_scale),
+        (0, 0) if bias is None else bias.stride(),
         block_rows,
         block_columns,
         COUNT=next_power_of_2(count + 1),
@@ -257,11 +216,7 @@ def grouped_matmul_triton(
         EVEN=span % config.depth == 0 and K % span == 0,
         ONE_SCALE=block_rows % config.columns == 0 or block_rows >= N,
         SWAP=config.rows < 64 or x.dtype != weight.dtype,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(),
     )
     return y
 
@@ -271,29 +226,14 @@ def _multiply_groups(
     x_ptr,
     weight_ptr,
     weight_desc,
-    scale_ptr,
-    x_scale_ptr,
-    bias_ptr,
-    rows_ptr,
-    offsets_ptr,
-    y_ptr,
+    tensors,
     length,
     count,
     top_k,
     N,
     K,
-    x_row,
-    x_column,
-    weight_expert,
-    weight_row,
-    weight_column,
-    scale_expert,
-    scale_row,
-    scale_column,
-    x_scale_row,
-    x_scale_column,
-    bias_expert,
-    bias_column,
+    strides,
+    bias_strides,
     block_rows,
     block_columns,
     COUNT: tl.constexpr,
@@ -311,10 +251,12 @@ def _multiply_groups(
     SWAP the weight is the left operand: then it can be widened in registers, and rows may be few.
     The descriptor, if any, describes the rows of all weights.
     """
+    scale_ptr, x_scale_ptr, bias_ptr, rows_ptr, offsets_ptr, y_ptr = tensors
+    x_strides, weight_strides, scale_strides, x_scale_strides = strides
     expert, n, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
     )
-    x_ptrs = x_ptr + source[:, None] * x_row
+    x_ptrs = x_ptr + source[:, None] * x_strides[0]
     if SWAP:
         row, exist, source = row[None, :], exist[None, :], source[None, :]
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -328,14 +270,14 @@ def _multiply_groups(
 
     weight_row_of_tile = expert * N + n
     expert = expert.to(tl.int64)
-    weight_ptr += expert * weight_expert
-    ptrs = weight_ptr + clamped(n, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
+    weight_ptr += expert * weight_strides[0]
+    ptrs = weight_ptr + clamped(n, N, BLOCK_N).to(tl.int64)[:, None] * weight_strides[1]
     if scale_ptr is not None:
-        scale_ptr += expert * scale_expert
+        scale_ptr += expert * scale_strides[0]
     if bias_ptr is not None:
-        bias_ptr += expert * bias_expert
+        bias_ptr += expert * bias_strides[0]
     if x_scale_ptr is not None:
-        x_scale_ptr += source * x_scale_row
+        x_scale_ptr += source * x_scale_strides[0]
     steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
     for step in range(steps):
         if STEPS:
@@ -348,9 +290,9 @@ def _multiply_groups(
             k = first + tl.arange(0, BLOCK_K)
             inside = (k < K)[None, :]
         k = k.to(tl.int64)[None, :]
-        x = loaded(x_ptrs + k * x_column, inside, EVEN)
+        x = loaded(x_ptrs + k * x_strides[1], inside, EVEN)
         if weight_desc is None:
-            weight = loaded(ptrs + k * weight_column, inside, EVEN)
+            weight = loaded(ptrs + k * weight_strides[2], inside, EVEN)
         else:
             # x is zero for features outside the mask; beyond the last feature, the weight is zero
             # too.
@@ -358,20 +300,22 @@ def _multiply_groups(
         x_scale, scale = None, None
         if STEPS:
             if x_scale_ptr is not None:
-                x_scale = tl.load(x_scale_ptr + group * x_scale_column)
-            scales = scale_ptr + group * scale_column
-            scale = block_scale(scales, n, N, scale_row, block_rows, ONE_SCALE, SWAP, BLOCK_N)
+                x_scale = tl.load(x_scale_ptr + group * x_scale_strides[1])
+            scales = scale_ptr + group * scale_strides[2]
+            scale = block_scale(
+                scales, n, N, scale_strides[1], block_rows, ONE_SCALE, SWAP, BLOCK_N
+            )
         sums = added(sums, x, weight, x_scale, scale, SWAP)
 
     x_scale, scale = None, None
     if not STEPS and scale_ptr is not None:
         if x_scale_ptr is not None:
             x_scale = tl.load(x_scale_ptr)
-        scale = block_scale(scale_ptr, n, N, scale_row, block_rows, False, SWAP, BLOCK_N)
-    written(y_ptrs, bias_ptr, sums, x_scale, scale, exist, n, N, bias_column, SWAP, BLOCK_N)
+        scale = block_scale(scale_ptr, n, N, scale_strides[1], block_rows, False, SWAP, BLOCK_N)
+    written(y_ptrs, bias_ptr, sums, x_scale, scale, exist, n, N, bias_strides[1], SWAP, BLOCK_N)
 
 
-def _descriptor(weight: torch.Tensor, config: GroupedMatmulConfig, span: int) -> object:
+def _descriptor(weight: torch.Tensor, config: MatmulConfig, span: int) -> object:
     """Return a descriptor of the rows of all experts' weights; ``None`` to load by pointers.
 
     ``span`` is the number of input features that steps divide.
@@ -379,7 +323,7 @@ def _descriptor(weight: torch.Tensor, config: GroupedMatmulConfig, span: int) ->
     count, outputs, inputs = weight.shape
     # A descriptor has 32 bits for a row index; rows and steps are multiples of 16 bytes.
     if (
-        not config.described
+        config.way != "descriptors"
         or weight.stride(2) != 1
         or weight.stride(0) != outputs * weight.stride(1)
         or weight.stride(1) * weight.itemsize % 16
@@ -393,26 +337,15 @@ def _descriptor(weight: torch.Tensor, config: GroupedMatmulConfig, span: int) ->
     return TensorDescriptor.from_tensor(weight.flatten(0, 1), [config.columns, config.depth])
 
 
-def _length(x: torch.Tensor, rows: torch.Tensor | None) -> int:
+def rows_of(x: torch.Tensor, rows: torch.Tensor | None) -> int:
+    """Return the number of rows of a product."""
     return len(x if rows is None else rows)
 
 
-def _empty(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-    scale: torch.Tensor | None,
-    block_rows: int,
-    block_columns: int,
-    input_scale: torch.Tensor | None,
-    quantize_input: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _empty(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
     """Return an empty product."""
-    return x.new_empty((_length(x, rows), weight.shape[1]), dtype=dtype)
+    _, _, rows, *_, dtype = others
+    return x.new_empty((rows_of(x, rows), weight.shape[1]), dtype=dtype)
 
 
 _grouped_matmul = operator(grouped_matmul_reference, grouped_matmul_triton, _empty)

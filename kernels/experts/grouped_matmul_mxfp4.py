@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from vllm_module.kernels.dtypes import FLOATS, capability
-from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups
-from vllm_module.kernels.experts.grouped_matmul_configurations import GroupedMatmulConfig
-from vllm_module.kernels.experts.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
+from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups, rows_of
+from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
+from vllm_module.kernels.matmul.matmul_configurations import mxfp4_config_of
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 
 # Values of the codes: a sign, and 0 to 6.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -107,87 +116,41 @@ def grouped_matmul_mxfp4_reference(
     return by_expert(x, weight_of, blocks.shape[1], offsets, bias, rows, top_k)
 
 
-def grouped_matmul_mxfp4_triton(
-    x: torch.Tensor,
-    blocks: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-) -> torch.Tensor:
+def grouped_matmul_mxfp4_triton(*arguments: Any) -> torch.Tensor:
     """Multiply in a Triton kernel; see :func:`grouped_matmul_mxfp4`."""
-    y = _empty(x, blocks, scales, offsets, bias, rows, top_k)
+    x, blocks, scales, offsets, bias, rows, top_k = arguments
+    y = _empty(*arguments)
     (length, N), K, count = y.shape, x.shape[1], len(blocks)
     if not y.numel() or not count:
         return y.zero_()
-    config = _config(length, count, x)
+    config = mxfp4_config_of(length, count, x)
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
     _multiply_mxfp4[(tiles,)](
-        x,
-        blocks,
-        scales,
-        bias,
-        rows,
-        offsets,
-        y,
+        (x, blocks, scales, bias, rows, offsets, y),
         length,
         count,
         top_k,
         N,
         K,
-        *x.stride(),
-        *blocks.stride(),
-        *scales.stride(),
-        *((0, 0) if bias is None else bias.stride()),
+        strides_of(x, blocks, scales),
+        (0, 0) if bias is None else bias.stride(),
         COUNT=next_power_of_2(count + 1),
         EVEN=K % config.depth == 0,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(),
     )
     return y
 
 
-def _config(length: int, count: int, x: torch.Tensor) -> GroupedMatmulConfig:
-    """Return the configuration for ``length`` rows of ``x``, by the average rows of an expert."""
-    rows = rows_of_a_tile(length, count)
-    if x.dtype == torch.float32:
-        return GroupedMatmulConfig(min(rows, 64), 64, 32, 4, 3)
-    if rows <= 32:
-        return GroupedMatmulConfig(rows, 64, 128, 4, 4)
-    if rows == 64 or capability(x) < (9, 0):
-        return GroupedMatmulConfig(64, 128, 64, 4, 3)
-    return GroupedMatmulConfig(128, 128, 64, 8, 4)
-
-
 @triton.jit(do_not_specialize=["length"])
 def _multiply_mxfp4(
-    x_ptr,
-    blocks_ptr,
-    scales_ptr,
-    bias_ptr,
-    rows_ptr,
-    offsets_ptr,
-    y_ptr,
+    tensors,
     length,
     count,
     top_k,
     N,
     K,
-    x_row,
-    x_column,
-    blocks_expert,
-    blocks_row,
-    blocks_block,
-    blocks_byte,
-    scales_expert,
-    scales_row,
-    scales_block,
-    bias_expert,
-    bias_column,
+    strides,
+    bias_strides,
     COUNT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -195,11 +158,13 @@ def _multiply_mxfp4(
     BLOCK_K: tl.constexpr,
 ):
     """Multiply a tile of one expert's rows by a tile of its weight, which is the left operand."""
+    x_ptr, blocks_ptr, scales_ptr, bias_ptr, rows_ptr, offsets_ptr, y_ptr = tensors
+    x_strides, blocks_strides, scales_strides = strides
     BLOCKS: tl.constexpr = BLOCK_K // 32
     expert, n, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
     )
-    x_ptrs = x_ptr + source[:, None] * x_row
+    x_ptrs = x_ptr + source[:, None] * x_strides[0]
     row, exist = row[None, :], exist[None, :]
     y_ptrs = y_ptr + row * N
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -209,21 +174,24 @@ def _multiply_mxfp4(
 
     expert = expert.to(tl.int64)
     if bias_ptr is not None:
-        bias_ptr += expert * bias_expert
+        bias_ptr += expert * bias_strides[0]
     features = clamped(n, N, BLOCK_N).to(tl.int64)
-    scales_ptrs = scales_ptr + expert * scales_expert + features[:, None] * scales_row
-    byte = tl.arange(0, 16)[None, None, :] * blocks_byte
-    blocks_ptrs = blocks_ptr + expert * blocks_expert + features[:, None, None] * blocks_row + byte
+    scales_ptrs = scales_ptr + expert * scales_strides[0] + features[:, None] * scales_strides[1]
+    byte = tl.arange(0, 16)[None, None, :] * blocks_strides[3]
+    blocks_ptrs = blocks_ptr + expert * blocks_strides[0]
+    blocks_ptrs += features[:, None, None] * blocks_strides[1] + byte
     for step in range(tl.cdiv(K, BLOCK_K)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         block = step * BLOCKS + tl.arange(0, BLOCKS)
         inside = (block < K // 32)[None, :]
-        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, (k < K)[None, :], EVEN)
+        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_strides[1], (k < K)[None, :], EVEN)
         block = block.to(tl.int64)[None, :]
-        scale = loaded(scales_ptrs + block * scales_block, inside, EVEN)
-        packed = loaded(blocks_ptrs + block[:, :, None] * blocks_block, inside[:, :, None], EVEN)
+        scale = loaded(scales_ptrs + block * scales_strides[2], inside, EVEN)
+        packed = loaded(
+            blocks_ptrs + block[:, :, None] * blocks_strides[2], inside[:, :, None], EVEN
+        )
         sums = added(sums, x, _dequantized(packed, scale, x.dtype), None, None, True)
-    written(y_ptrs, bias_ptr, sums, None, None, exist, n, N, bias_column, True, BLOCK_N)
+    written(y_ptrs, bias_ptr, sums, None, None, exist, n, N, bias_strides[1], True, BLOCK_N)
 
 
 @triton.jit
@@ -244,17 +212,10 @@ def _dequantized(packed, scale, dtype: tl.constexpr):
     return values.to(dtype)
 
 
-def _empty(
-    x: torch.Tensor,
-    blocks: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-) -> torch.Tensor:
+def _empty(x: torch.Tensor, blocks: torch.Tensor, *others: Any) -> torch.Tensor:
     """Return an empty product."""
-    return x.new_empty(len(x if rows is None else rows), blocks.shape[1])
+    *_, rows, _ = others
+    return x.new_empty(rows_of(x, rows), blocks.shape[1])
 
 
 _grouped_matmul_mxfp4 = operator(

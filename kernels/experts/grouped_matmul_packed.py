@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,12 +12,14 @@ from vllm_module.kernels.experts.grouped_matmul import (
     by_expert,
     expect_groups,
     grouped_matmul_triton,
+    rows_of,
 )
-from vllm_module.kernels.experts.grouped_tile import grouped_tile, rows_of_a_tile, tiles_of
-from vllm_module.kernels.matmul.packed_matmul_configurations import (
+from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
+from vllm_module.kernels.matmul.matmul_configurations import (
     PackedWeight,
     one_scale,
-    tiles_for,
+    packed_tiles,
+    rows_of_a_tile,
 )
 from vllm_module.kernels.matmul.packed_matmul_tiles import (
     added_packed,
@@ -25,9 +28,16 @@ from vllm_module.kernels.matmul.packed_matmul_tiles import (
     packed_scales,
     tiles_take,
 )
-from vllm_module.kernels.matmul.packed_words import WORDS, Packing, dequantize_packed
+from vllm_module.kernels.matmul.packed_words import Packing, check_packed, dequantize_packed
 from vllm_module.kernels.matmul.product_tile import clamped, loaded, written
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 
 
 def grouped_matmul_packed(
@@ -66,24 +76,10 @@ def grouped_matmul_packed(
 
     """
     expect("x", x, (None, None), FLOATS)
-    expect("words", words, (None, None, None), WORDS, x)
-    count, width = len(words), words.dtype.itemsize * 8
-    packing.check(words[0] if count else words.new_empty(words.shape[1:]))
-    output, columns = packing.codes(words.shape[1:], width)
-    expect("x", x, (None, columns), FLOATS)
-    expect("scales", scales, (count, output, None), FLOATS, x)
-    if zeros is not None:
-        expect("zeros", zeros, scales.shape, (torch.uint8,), x)
-    if group_size < 1:
-        raise ValueError(f"a group must have one input or more, got {group_size}")
-    if group_of is not None:
-        expect("group_of", group_of, (count, columns), (torch.int32,), x)
-    elif scales.shape[2] != -(-columns // group_size):
-        raise ValueError(
-            f"scales must have one column for each group of {group_size} of {columns} inputs, got "
-            f"{list(scales.shape)}"
-        )
-    expect_groups(x, offsets, bias, rows, top_k, (count, output), x.dtype)
+    expect("words", words, (None, None, None))
+    output, columns = check_packed(x, words, scales, packing, group_size, zeros, group_of)
+    expect("x", x, (None, columns))
+    expect_groups(x, offsets, bias, rows, top_k, (len(words), output), x.dtype)
     return _grouped_matmul_packed(
         x, words, scales, *packing, group_size, zeros, group_of, offsets, bias, rows, top_k
     )
@@ -132,7 +128,7 @@ def grouped_matmul_packed_reference(
     top_k: int,
 ) -> torch.Tensor:
     """Dequantize one expert that has rows at a time and multiply, in plain torch."""
-    packing = Packing(bits, along, None if order is None else tuple(order))
+    packing = Packing.of(bits, along, order)
 
     def weight_of(expert: int) -> torch.Tensor:
         one = slice(expert, expert + 1)
@@ -149,25 +145,12 @@ def grouped_matmul_packed_reference(
     return by_expert(x, weight_of, scales.shape[1], offsets, bias, rows, top_k)
 
 
-def grouped_matmul_packed_triton(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    along: int,
-    order: Sequence[int] | None,
-    group_size: int,
-    zeros: torch.Tensor | None,
-    group_of: torch.Tensor | None,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
-) -> torch.Tensor:
+def grouped_matmul_packed_triton(*arguments: Any) -> torch.Tensor:
     """Multiply in a Triton kernel; see :func:`grouped_matmul_packed`."""
-    packing = Packing(bits, along, None if order is None else tuple(order))
+    x, words, scales, *layout, group_size, zeros, group_of, offsets, bias, rows, top_k = arguments
+    packing = Packing.of(*layout)
     (count, N, _), K = scales.shape, x.shape[1]
-    length = len(x if rows is None else rows)
+    length = rows_of(x, rows)
     y = x.new_empty(length, N)
     if not y.numel() or not count:
         return y.zero_()
@@ -177,76 +160,43 @@ def grouped_matmul_packed_triton(
             x, weight, offsets, bias, rows, top_k, None, 1, max(1, K), None, False, x.dtype
         )
     group = 0 if group_of is not None else min(group_size, K)
-    described = PackedWeight(N, K, bits, along, group, False, x.dtype)
-    config = tiles_for(rows_of_a_tile(length, count), described)
+    described = PackedWeight(N, K, packing.bits, packing.along, group, False, x.dtype)
+    config = packed_tiles(rows_of_a_tile(length, count), described)
     tiles = tiles_of(length, count, config.rows) * -(-N // config.columns)
+    group_of = None if group_of is None else group_of.contiguous()
     _multiply_packed_groups[(tiles,)](
-        x,
-        words,
-        scales,
-        zeros,
-        None if group_of is None else group_of.contiguous(),
-        bias,
-        rows,
-        offsets,
-        y,
+        (x, words, scales, zeros, group_of, bias, rows, offsets, y),
         length,
         count,
         top_k,
         N,
         K,
-        *x.stride(),
-        *words.stride(),
-        *scales.stride(),
-        *((0, 0, 0) if zeros is None else zeros.stride()),
-        *((0, 0) if bias is None else bias.stride()),
+        strides_of(x, words, scales, zeros),
+        (0, 0) if bias is None else bias.stride(),
         GROUP=group_size if group_size < K else 0,
-        BITS=bits,
-        ALONG=along,
-        PER_WORD=words.dtype.itemsize * 8 // bits,
+        BITS=packing.bits,
+        ALONG=packing.along,
+        PER_WORD=words.dtype.itemsize * 8 // packing.bits,
         ORDER=as_integer(packing.order),
         ONE_SCALE=one_scale(described, config.depth),
         SCALE_SUMS=config.scale_sums,
         COUNT=next_power_of_2(count + 1),
         EVEN=K % config.depth == 0,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(),
     )
     return y
 
 
 @triton.jit(do_not_specialize=["length"])
 def _multiply_packed_groups(
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    group_ptr,
-    bias_ptr,
-    rows_ptr,
-    offsets_ptr,
-    y_ptr,
+    tensors,
     length,
     count,
     top_k,
     N,
     K,
-    x_row,
-    x_column,
-    words_expert,
-    words_row,
-    words_column,
-    scales_expert,
-    scales_row,
-    scales_column,
-    zeros_expert,
-    zeros_row,
-    zeros_column,
-    bias_expert,
-    bias_column,
+    strides,
+    bias_strides,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     ALONG: tl.constexpr,
@@ -261,10 +211,13 @@ def _multiply_packed_groups(
     BLOCK_K: tl.constexpr,
 ):
     """Multiply a tile of one expert's rows by a tile of its weight, which is the left operand."""
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, group_ptr = tensors[:5]
+    bias_ptr, rows_ptr, offsets_ptr, y_ptr = tensors[5:]
+    x_strides, words_strides, scales_strides, zeros_strides = strides
     expert, left, row, exist, source = grouped_tile(
         offsets_ptr, rows_ptr, length, count, top_k, N, COUNT, BLOCK_M, BLOCK_N
     )
-    x_ptrs = x_ptr + source[:, None] * x_row
+    x_ptrs = x_ptr + source[:, None] * x_strides[0]
     row, exist = row[None, :], exist[None, :]
     y_ptrs = y_ptr + row * N
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -274,47 +227,37 @@ def _multiply_packed_groups(
 
     expert = expert.to(tl.int64)
     if bias_ptr is not None:
-        bias_ptr += expert * bias_expert
+        bias_ptr += expert * bias_strides[0]
     if group_ptr is not None:
         group_ptr += expert * K
     n = clamped(left, N, BLOCK_N).to(tl.int64)[:, None]
-    scales_ptrs, zeros_ptrs = scales_ptr + expert * scales_expert + n * scales_row, zeros_ptr
+    scales_ptrs, zeros_ptrs = scales_ptr + expert * scales_strides[0], zeros_ptr
+    scales_ptrs += n * scales_strides[1]
     if zeros_ptr is not None:
-        zeros_ptrs += expert * zeros_expert + n * zeros_row
-    words_ptrs = words_ptr + expert * words_expert
-    words_ptrs += packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_row
+        zeros_ptrs += expert * zeros_strides[0] + n * zeros_strides[1]
+    words_ptrs = words_ptr + expert * words_strides[0]
+    words_ptrs += packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_strides[1]
     for step in range(tl.cdiv(K, BLOCK_K)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, (k < K)[None, :], EVEN)
+        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_strides[1], (k < K)[None, :], EVEN)
         scale, zero = packed_scales(
             scales_ptrs, zeros_ptrs, group_ptr, step, K,
-            scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
+            scales_strides, zeros_strides, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
         )  # fmt: skip
         sums = added_packed(
-            sums, x, words_ptrs, None, scale, zero, step, K, words_column,
+            sums, x, words_ptrs, None, scale, zero, step, K, words_strides,
             BITS, ALONG, PER_WORD, ORDER, zeros_ptr is not None, ONE_SCALE and SCALE_SUMS, EVEN,
             BLOCK_K,
         )  # fmt: skip
-    written(y_ptrs, bias_ptr, sums, None, None, exist, left, N, bias_column, True, BLOCK_N)
+    written(y_ptrs, bias_ptr, sums, None, None, exist, left, N, bias_strides[1], True, BLOCK_N)
 
 
 def _empty(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    along: int,
-    order: Sequence[int] | None,
-    group_size: int,
-    zeros: torch.Tensor | None,
-    group_of: torch.Tensor | None,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    top_k: int,
+    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, *others: Any
 ) -> torch.Tensor:
     """Return an empty product."""
-    return x.new_empty(len(x if rows is None else rows), scales.shape[1])
+    *_, rows, _ = others
+    return x.new_empty(rows_of(x, rows), scales.shape[1])
 
 
 _grouped_matmul_packed = operator(

@@ -1,19 +1,12 @@
 """A program's expert and rows in a grouped matmul, found on the device.
 
-This is no operation by itself: :mod:`~vllm_module.kernels.experts.grouped_matmul` and
-:mod:`~vllm_module.kernels.experts.grouped_matmul_mxfp4` share it.
+This is no operation by itself: the grouped matmuls share it.
 """
 
 from __future__ import annotations
 
-from vllm_module.kernels.operators import next_power_of_2, tl, triton
-
-ROWS = (16, 32, 64, 128)  # possible numbers of rows of a tile
-
-
-def rows_of_a_tile(length: int, count: int) -> int:
-    """Return the rows of a tile, one of ROWS, by the average number of rows of an expert."""
-    return min(max(ROWS[0], next_power_of_2(-(-length // max(1, count)))), ROWS[-1])
+from vllm_module.kernels.matmul.product_tile import tile_of
+from vllm_module.kernels.operators import tl, triton
 
 
 def tiles_of(length: int, count: int, rows: int) -> int:
@@ -41,13 +34,9 @@ def grouped_tile(
     Rows beyond the last expert's have the expert ``count``. A program without rows has a larger
     one.
     """
-    # Eight tiles of rows are consecutive, so that the weight stays in the L2 cache.
     tiles_n = tl.cdiv(N, BLOCK_N)
-    tiles_m = tl.num_programs(0) // tiles_n
-    band = tl.program_id(0) // (8 * tiles_n)
-    band_tiles = tl.minimum(tiles_m - band * 8, 8)
-    index = tl.program_id(0) % (8 * tiles_n)
-    tile, n = band * 8 + index % band_tiles, index // band_tiles * BLOCK_N
+    tile, n = tile_of(tl.program_id(0), tl.num_programs(0) // tiles_n, tiles_n)
+    n = n * BLOCK_N
 
     e = tl.arange(0, COUNT)
     first = tl.load(offsets_ptr + e, mask=e <= count, other=2147483647)

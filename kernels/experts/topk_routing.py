@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
@@ -125,17 +127,10 @@ def _keys(x: torch.Tensor) -> torch.Tensor:
     return (bits.long() << 32) | torch.arange(columns - 1, -1, -1, device=x.device)
 
 
-def topk_routing_triton(
-    logits: torch.Tensor,
-    top_k: int,
-    scoring_func: str,
-    renormalize: bool,
-    correction_bias: torch.Tensor | None,
-    groups: int,
-    topk_group: int,
-    routed_scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_routing_triton(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts in a Triton kernel, a program for each token; see :func:`topk_routing`."""
+    logits, top_k, scoring_func, renormalize, correction_bias, *kept, factor = arguments
+    groups, topk_group = kept
     weights, experts = topk_routing_fake(logits, top_k)
     tokens, count = logits.shape
     if topk_group == groups:
@@ -149,7 +144,7 @@ def topk_routing_triton(
             experts,
             *logits.stride(),
             1 if correction_bias is None else correction_bias.stride(0),
-            routed_scaling_factor,
+            factor,
             SIGMOID=scoring_func == "sigmoid",
             RENORMALIZE=renormalize,
             EXPERTS=count,

@@ -7,7 +7,7 @@ in a fixed order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -128,17 +128,9 @@ def few_rows_matmul_reference(
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def few_rows_matmul_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    columns: int,
-    depth: int,
-    warps: int,
-    stages: int,
-    early: bool,
-) -> torch.Tensor:
+def few_rows_matmul_triton(*arguments: Any) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`few_rows_matmul`."""
+    x, weight, bias, columns, depth, warps, stages, early = arguments
     (M, K), N = x.shape, len(weight)
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not y.numel():
@@ -158,7 +150,7 @@ def few_rows_matmul_triton(
         M,
         N,
         K,
-        *x.stride(),
+        x.stride(),
         weight.stride(0),
         1 if bias is None else bias.stride(0),
         EVEN=K % depth == 0,
@@ -184,8 +176,7 @@ def _multiply_few(
     M,
     N,
     K,
-    x_row,
-    x_column,
+    x_strides,
     weight_row,
     bias_stride,
     EVEN: tl.constexpr,
@@ -199,7 +190,7 @@ def _multiply_few(
     begin_early(EARLY)
     left = tl.program_id(0) * BLOCK_N
     m = tl.arange(0, BLOCK_M).to(tl.int64)
-    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_row
+    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_strides[0]
     weight_ptrs = weight_ptr + clamped(left, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
@@ -208,7 +199,7 @@ def _multiply_few(
     for step in range(first, tl.minimum(first + each, steps)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < K)[None, :]
-        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, inside, EVEN)
+        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_strides[1], inside, EVEN)
         weight = loaded(weight_ptrs + k.to(tl.int64)[None, :], inside, EVEN)
         sums = added(sums, x, weight, None, None, True)
     y_ptrs = y_ptr + (tl.program_id(1).to(tl.int64) * M + m[None, :]) * N

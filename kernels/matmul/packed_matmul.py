@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.matmul.packed_matmul_configurations import config_of
+from vllm_module.kernels.matmul.matmul_configurations import packed_config_of
 from vllm_module.kernels.matmul.packed_matmul_tiles import (
     PackedProduct,
     multiply_packed_tiles,
     tiles_take,
 )
-from vllm_module.kernels.matmul.packed_words import WORDS, Packing, dequantized_rows
+from vllm_module.kernels.matmul.packed_words import Packing, check_packed, dequantized_rows
 from vllm_module.kernels.operators import checks_values, expect, operator
 
 
@@ -37,9 +38,9 @@ def packed_matmul(
 
     On a GPU, the order of sums depends on the bucket of the number of tokens
     (:func:`packed_configurations
-    <vllm_module.kernels.matmul.packed_matmul_configurations.packed_configurations>` lists the
-    buckets): a token's bits depend on its own input and on the bucket of its batch. If torch's own
-    matmul was chosen, and for 3 bits, they depend on the number of tokens.
+    <vllm_module.kernels.matmul.matmul_configurations.packed_configurations>` lists the buckets): a
+    token's bits depend on its own input and on the bucket of its batch. If torch's own matmul was
+    chosen, and for 3 bits, they depend on the number of tokens.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32.
@@ -56,25 +57,12 @@ def packed_matmul(
 
     """
     expect("x", x, None, FLOATS)
-    expect("words", words, (None, None), WORDS, x)
-    packing.check(words)
-    output, columns = packing.codes(words.shape, words.dtype.itemsize * 8)
+    expect("words", words, (None, None))
+    output, columns = check_packed(x, words, scales, packing, group_size, zeros, group_of)
     if x.dim() < 1 or x.shape[-1] != columns:
         raise ValueError(f"x must have {columns} features, as the weight, got {list(x.shape)}")
-    expect("scales", scales, (output, None), FLOATS, x)
-    if zeros is not None:
-        expect("zeros", zeros, scales.shape, (torch.uint8,), x)
-    if group_size < 1:
-        raise ValueError(f"a group must have one input or more, got {group_size}")
-    if group_of is not None:
-        expect("group_of", group_of, (columns,), (torch.int32,), x)
-        if columns and checks_values(group_of):
-            _expect_groups(group_of, scales.shape[1])
-    elif scales.shape[1] != -(-columns // group_size):
-        raise ValueError(
-            f"scales must have one column for each group of {group_size} of {columns} inputs, got "
-            f"{list(scales.shape)}"
-        )
+    if group_of is not None and columns and checks_values(group_of):
+        _expect_groups(group_of, scales.shape[1])
     if codebook is not None:
         expect("codebook", codebook, (1 << packing.bits,), (torch.float32,), x)
         if zeros is not None:
@@ -104,7 +92,7 @@ def packed_matmul_reference(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Dequantize some rows of the weight at a time and multiply, in plain torch."""
-    packing = Packing(bits, along, None if order is None else tuple(order))
+    packing = Packing.of(bits, along, order)
     parts, first = [x.new_empty(*x.shape[:-1], 0)], 0
     for rows in dequantized_rows(
         words, scales, packing, group_size, x.dtype, zeros, group_of, codebook
@@ -115,49 +103,24 @@ def packed_matmul_reference(
     return torch.cat(parts, -1)
 
 
-def packed_matmul_triton(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    along: int,
-    order: Sequence[int] | None,
-    group_size: int,
-    zeros: torch.Tensor | None,
-    group_of: torch.Tensor | None,
-    codebook: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def packed_matmul_triton(*arguments: Any) -> torch.Tensor:
     """Multiply by a Triton kernel; see :func:`packed_matmul`."""
-    arguments = bits, along, order, group_size, zeros, group_of, codebook, bias
-    packing = Packing(bits, along, None if order is None else tuple(order))
-    y = _empty(x, words, scales, *arguments)
+    x, words, scales, *layout, group_size, zeros, group_of, codebook, bias = arguments
+    packing, y = Packing.of(*layout), _empty(*arguments)
     if not tiles_take(packing) or not x.numel() or not y.numel():
-        return packed_matmul_reference(x, words, scales, *arguments)
+        return packed_matmul_reference(*arguments)
     rows, flat = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
     product = PackedProduct(
         rows, words, scales, packing, group_size, zeros, group_of, codebook, bias, flat
     )
-    config = config_of(len(rows), product.weight(), rows)
+    config = packed_config_of(len(rows), product.weight(), rows)
     if config.way == "torch":
-        return packed_matmul_reference(x, words, scales, *arguments)
+        return packed_matmul_reference(*arguments)
     multiply_packed_tiles(product, config)
     return y
 
 
-def _empty(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    bits: int,
-    along: int,
-    order: Sequence[int] | None,
-    group_size: int,
-    zeros: torch.Tensor | None,
-    group_of: torch.Tensor | None,
-    codebook: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _empty(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, *_: object) -> torch.Tensor:
     """Return an empty product."""
     return x.new_empty(*x.shape[:-1], scales.shape[0])
 

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.matmul.packed_matmul_configurations import (
-    PackedMatmulConfig,
+from vllm_module.kernels.matmul.matmul_configurations import (
+    MatmulConfig,
     PackedWeight,
     one_scale,
 )
 from vllm_module.kernels.matmul.packed_words import Packing
-from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
+from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, tile_of, written
 from vllm_module.kernels.matmul.scaled_matmul_tiles import add_splits
-from vllm_module.kernels.operators import tl, triton
+from vllm_module.kernels.operators import strides_of, tl, triton
 
 _PLACES = 8  # places of a word that an order of four bits each can name
 
@@ -60,7 +60,7 @@ def tiles_take(packing: Packing) -> bool:
     return packing.bits != 3 and len(packing.order or ()) <= _PLACES
 
 
-def multiply_packed_tiles(product: PackedProduct, config: PackedMatmulConfig) -> None:
+def multiply_packed_tiles(product: PackedProduct, config: MatmulConfig) -> None:
     """Launch the matmul tile by tile; with splits, add them afterwards."""
     x, words, scales, packing, group_size, zeros, group_of, codebook, bias, y = product
     (M, K), N = x.shape, y.shape[1]
@@ -69,22 +69,14 @@ def multiply_packed_tiles(product: PackedProduct, config: PackedMatmulConfig) ->
         parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
     if codebook is not None:
         zeros, codebook = None, codebook.contiguous()
+    group_of = None if group_of is None else group_of.contiguous()
+    own_bias = bias if config.splits == 1 else None
     _multiply_packed[(-(-M // config.rows) * -(-N // config.columns), config.splits)](
-        x,
-        words,
-        scales,
-        zeros,
-        None if group_of is None else group_of.contiguous(),
-        codebook,
-        bias if config.splits == 1 else None,
-        parts,
+        (x, words, scales, zeros, group_of, codebook, own_bias, parts),
         M,
         N,
         K,
-        *x.stride(),
-        *words.stride(),
-        *scales.stride(),
-        *((0, 0) if zeros is None else zeros.stride()),
+        strides_of(x, words, scales, zeros),
         1 if bias is None else bias.stride(0),
         GROUP=group_size if group_size < K else 0,
         BITS=packing.bits,
@@ -94,12 +86,8 @@ def multiply_packed_tiles(product: PackedProduct, config: PackedMatmulConfig) ->
         ONE_SCALE=one_scale(product.weight(), config.depth),
         SCALE_SUMS=config.scale_sums,
         EVEN=K % config.depth == 0,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
         SPLITS=config.splits,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(),
     )
     if config.splits > 1:
         add_splits(parts, bias, y)
@@ -114,25 +102,11 @@ def as_integer(order: tuple[int, ...] | None) -> int | None:
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply_packed(
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    group_ptr,
-    codebook_ptr,
-    bias_ptr,
-    y_ptr,
+    tensors,
     M,
     N,
     K,
-    x_row,
-    x_column,
-    words_row,
-    words_column,
-    scales_row,
-    scales_column,
-    zeros_row,
-    zeros_column,
+    strides,
     bias_stride,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -152,20 +126,19 @@ def _multiply_packed(
     With ONE_SCALE all inputs of a step have one group, and scales may multiply its sums. Rows after
     the last one repeat it, and are not written.
     """
-    # Eight tiles of tokens are consecutive, so that the weight stays in the L2 cache.
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, group_ptr, codebook_ptr, bias_ptr, y_ptr = tensors
+    x_strides, words_strides, scales_strides, zeros_strides = strides
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    band = tl.program_id(0) // (8 * tiles_n)
-    band_tiles = tl.minimum(tiles_m - band * 8, 8)
-    index = tl.program_id(0) % (8 * tiles_n)
-    m = (band * 8 + index % band_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    left = index // band_tiles * BLOCK_N
+    top, left = tile_of(tl.program_id(0), tiles_m, tiles_n)
+    m = top.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    left = left * BLOCK_N
 
-    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_row
+    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_strides[0]
     n = clamped(left, N, BLOCK_N).to(tl.int64)[:, None]
-    scales_ptrs, zeros_ptrs = scales_ptr + n * scales_row, zeros_ptr
+    scales_ptrs, zeros_ptrs = scales_ptr + n * scales_strides[0], zeros_ptr
     if zeros_ptr is not None:
-        zeros_ptrs += n * zeros_row
-    words_ptrs = words_ptr + packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_row
+        zeros_ptrs += n * zeros_strides[0]
+    words_ptrs = words_ptr + packed_rows(left, N, ALONG, PER_WORD, BLOCK_N) * words_strides[0]
 
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
@@ -174,25 +147,25 @@ def _multiply_packed(
     # The compiler prefetches tiles, but not single numbers: those of the next step are loaded here.
     next_scale, next_zero = packed_scales(
         scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(first, steps - 1), K,
-        scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
+        scales_strides, zeros_strides, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
     )  # fmt: skip
     for step in range(first, tl.minimum(first + each, steps)):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < K)[None, :]
-        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_column, inside, EVEN)
+        x = loaded(x_ptrs + k.to(tl.int64)[None, :] * x_strides[1], inside, EVEN)
         scale, zero = next_scale, next_zero
         if ONE_SCALE:
             next_scale, next_zero = packed_scales(
                 scales_ptrs, zeros_ptrs, group_ptr, tl.minimum(step + 1, steps - 1), K,
-                scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
+                scales_strides, zeros_strides, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
             )  # fmt: skip
         else:  # scales of every element: registers do not suffice for two tiles of them
             scale, zero = packed_scales(
                 scales_ptrs, zeros_ptrs, group_ptr, step, K,
-                scales_column, zeros_column, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
+                scales_strides, zeros_strides, GROUP, BITS, ONE_SCALE, EVEN, BLOCK_K,
             )  # fmt: skip
         sums = added_packed(
-            sums, x, words_ptrs, codebook_ptr, scale, zero, step, K, words_column,
+            sums, x, words_ptrs, codebook_ptr, scale, zero, step, K, words_strides,
             BITS, ALONG, PER_WORD, ORDER, zeros_ptr is not None, ONE_SCALE and SCALE_SUMS, EVEN,
             BLOCK_K,
         )  # fmt: skip
@@ -219,8 +192,8 @@ def packed_scales(
     group_ptr,
     step,
     K,
-    scales_column,
-    zeros_column,
+    scales_strides,
+    zeros_strides,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     ONE_SCALE: tl.constexpr,
@@ -237,7 +210,7 @@ def packed_scales(
         group = tl.full((), 0, tl.int64)
         if GROUP:
             group += step * BLOCK_K // GROUP
-        scale = tl.load(scales_ptrs + group * scales_column)
+        scale = tl.load(scales_ptrs + group * scales_strides[-1])
     else:
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (k < K)[None, :]
@@ -245,13 +218,13 @@ def packed_scales(
         if group_ptr is not None:
             group = loaded(group_ptr + k, k < K, EVEN)
         group = group.to(tl.int64)[None, :]
-        scale = loaded(scales_ptrs + group * scales_column, inside, EVEN)
+        scale = loaded(scales_ptrs + group * scales_strides[-1], inside, EVEN)
     if zeros_ptrs is None:
         zero = tl.full([1, 1], 1 << (BITS - 1), tl.int32)
     elif ONE_SCALE:
-        zero = tl.load(zeros_ptrs + group * zeros_column).to(tl.int32)
+        zero = tl.load(zeros_ptrs + group * zeros_strides[-1]).to(tl.int32)
     else:
-        zero = loaded(zeros_ptrs + group * zeros_column, inside, EVEN).to(tl.int32)
+        zero = loaded(zeros_ptrs + group * zeros_strides[-1], inside, EVEN).to(tl.int32)
     return scale.to(tl.float32), _shifted(zero)
 
 
@@ -265,7 +238,7 @@ def added_packed(
     zero,
     step,
     K,
-    words_column,
+    words_strides,
     BITS: tl.constexpr,
     ALONG: tl.constexpr,
     PER_WORD: tl.constexpr,
@@ -287,7 +260,7 @@ def added_packed(
     else:
         word = step * BLOCK_K + tl.arange(0, BLOCK_K)
         held = (word < K)[None, :]
-    words = loaded(words_ptrs + word.to(tl.int64)[None, :] * words_column, held, EVEN)
+    words = loaded(words_ptrs + word.to(tl.int64)[None, :] * words_strides[-1], held, EVEN)
     codes = _unpacked(words, BITS, ALONG, PER_WORD, ORDER)
     if codebook_ptr is not None:
         values = tl.load(codebook_ptr + codes)

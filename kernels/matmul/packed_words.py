@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+
+from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.operators import expect
 
 WORDS = (torch.int32, torch.uint8)
 
@@ -20,8 +23,7 @@ class Packing(NamedTuple):
     """The layout of codes in the words of a weight.
 
     A row of codes is a stream of bits, and a code of 3 bits may cross a word boundary: 32 codes are
-    3
-    words of 32 bits. The first code has the lowest bits of a word, unless ``order`` is given.
+    3 words of 32 bits. The first code has the lowest bits of a word, unless ``order`` is given.
 
     Attributes:
         bits: number of bits of a code: 2, 3, 4 or 8.
@@ -35,6 +37,11 @@ class Packing(NamedTuple):
     along: int = 1
     order: tuple[int, ...] | None = None
 
+    @classmethod
+    def of(cls, bits: int, along: int, order: Sequence[int] | None) -> Packing:
+        """Return the packing of an operator's arguments, which have any sequence for a tuple."""
+        return cls(bits, along, None if order is None else tuple(order))
+
     def codes(self, words: torch.Size, width: int) -> tuple[int, int]:
         """Return the shape ``[output, input]`` of the codes in words of ``width`` bits."""
         rows, columns = words
@@ -43,11 +50,11 @@ class Packing(NamedTuple):
         return rows, columns * width // self.bits
 
     def check(self, words: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless ``words``, of two dimensions, can have this packing."""
+        """Raise ``ValueError`` unless ``words [..., rows, columns]`` can have this packing."""
         width = words.dtype.itemsize * 8
         if self.bits not in (2, 3, 4, 8) or self.along not in (0, 1):
             raise ValueError(f"a packing must be of 2, 3, 4 or 8 bits along 0 or 1, got {self}")
-        packed = words.shape[self.along]
+        packed = words.shape[self.along - 2]
         if packed * width % self.bits:
             raise ValueError(f"{packed} words of {width} bits hold no whole codes of {self.bits}")
         if self.order is not None and (
@@ -56,6 +63,38 @@ class Packing(NamedTuple):
             raise ValueError(
                 f"an order must have each place of a word of {width} bits once, got {self}"
             )
+
+
+def check_packed(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    packing: Packing,
+    group_size: int,
+    zeros: torch.Tensor | None,
+    group_of: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Return the outputs and inputs of a weight, or of weights ``[experts, ...]``.
+
+    Raises ``ValueError`` if tensors, beside ``x``, do not fit each other.
+    """
+    expect("words", words, None, WORDS, x)
+    packing.check(words)
+    experts, width = words.shape[:-2], words.dtype.itemsize * 8
+    output, columns = packing.codes(words.shape[-2:], width)
+    expect("scales", scales, (*experts, output, None), FLOATS, x)
+    if zeros is not None:
+        expect("zeros", zeros, scales.shape, (torch.uint8,), x)
+    if group_size < 1:
+        raise ValueError(f"a group must have one input or more, got {group_size}")
+    if group_of is not None:
+        expect("group_of", group_of, (*experts, columns), (torch.int32,), x)
+    elif scales.shape[-1] != -(-columns // group_size):
+        raise ValueError(
+            f"scales must have one column for each group of {group_size} of {columns} inputs, got "
+            f"{list(scales.shape)}"
+        )
+    return output, columns
 
 
 def unpack(words: torch.Tensor, packing: Packing) -> torch.Tensor:

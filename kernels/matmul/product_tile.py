@@ -10,6 +10,18 @@ from vllm_module.kernels.operators import tl, triton
 
 
 @triton.jit
+def tile_of(program, tiles_m, tiles_n):
+    """Return a program's tile of rows and tile of output features.
+
+    Eight tiles of rows are consecutive, so that the weight stays in the L2 cache.
+    """
+    band = program // (8 * tiles_n)
+    band_tiles = tl.minimum(tiles_m - band * 8, 8)
+    index = program % (8 * tiles_n)
+    return band * 8 + index % band_tiles, index // band_tiles
+
+
+@triton.jit
 def clamped(first, N, BLOCK_N: tl.constexpr):
     return tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)
 

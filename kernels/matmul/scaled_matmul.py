@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from vllm_module.kernels.dtypes import FLOATS, can_convert
-from vllm_module.kernels.matmul.scaled_matmul_configurations import config_of, default_of
+from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
+from vllm_module.kernels.matmul.matmul_configurations import (
+    ScaledWeight,
+    scaled_config_of,
+    scaled_default_of,
+)
 from vllm_module.kernels.matmul.scaled_matmul_described import descriptors_take, multiply_described
 from vllm_module.kernels.matmul.scaled_matmul_tiles import Product, multiply_tiles
 from vllm_module.kernels.matmul.scaled_matmul_torch import multiply_by_torch, torch_takes
@@ -35,8 +40,9 @@ def scaled_matmul(
     to FP8 too: by the static scale, or by a scale for each token and block of the weight's columns.
     On other devices, with INT8 weights or without ``quantize_input``, the input is not quantized.
 
-    On a GPU, the order of sums depends on the bucket of the number of tokens (:func:`configurations
-    <vllm_module.kernels.matmul.scaled_matmul_configurations.configurations>` lists the buckets): a
+    On a GPU, the order of sums depends on the bucket of the number of tokens
+    (:func:`scaled_configurations
+    <vllm_module.kernels.matmul.matmul_configurations.scaled_configurations>` lists the buckets): a
     token's bits depend on its own input and on the bucket of its batch. If torch's own matmul was
     chosen, they depend on the number of tokens.
 
@@ -70,6 +76,14 @@ def scaled_matmul(
     expect("scale", scale, (-(-weight.shape[0] // block[0]), groups), (torch.float32,), x)
     if bias is not None:
         expect("bias", bias, weight.shape[:1], (dtype,), x)
+    check_input_scale(x, weight, input_scale, groups)
+    return _scaled_matmul(x, weight, scale, *block, bias, input_scale, quantize_input, dtype)
+
+
+def check_input_scale(
+    x: torch.Tensor, weight: torch.Tensor, input_scale: torch.Tensor | None, groups: int
+) -> None:
+    """Raise ``ValueError`` unless ``input_scale`` fits ``x``, whose rows have up to ``groups``."""
     if x.dtype == _FP8:
         if input_scale is None:
             raise ValueError("x is quantized, and its scale is missing")
@@ -81,7 +95,6 @@ def scaled_matmul(
             last = 1 if shape[-1] == 1 else groups
             shape = (prod(x.shape[:-1]), last) if x.dtype == _FP8 else ()
         expect("input_scale", input_scale, shape, (torch.float32,), x)
-    return _scaled_matmul(x, weight, scale, *block, bias, input_scale, quantize_input, dtype)
 
 
 def quantizes_inputs(x: torch.Tensor) -> bool:
@@ -108,77 +121,65 @@ def scaled_matmul_reference(
     """Dequantize to ``dtype`` and multiply, in plain torch; no input is quantized."""
     if x.dtype == _FP8:
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-        scales = _of_rows(input_scale, len(rows), scale.shape[1])
-        x = dequantize(rows, scales, (1, block_columns), dtype).view(x.shape)
+        x = dequantized_input(rows, input_scale, block_columns, dtype).view(x.shape)
     wide = dequantize(weight, scale, (block_rows, block_columns), dtype)
     return F.linear(x.to(dtype), wide, bias)
 
 
-def _of_rows(input_scale: torch.Tensor | None, rows: int, groups: int) -> torch.Tensor:
-    """Return the scales of quantized input as ``[rows, groups]``."""
-    assert input_scale is not None
-    return input_scale.expand(rows, groups)
-
-
-def scaled_matmul_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    block_rows: int,
-    block_columns: int,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    quantize_input: bool,
-    dtype: torch.dtype,
+def dequantized_input(
+    x: torch.Tensor, input_scale: torch.Tensor | None, block_columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Return FP8 ``x [rows, input]`` times its scales, in ``dtype``."""
+    assert input_scale is not None
+    scales = input_scale.expand(len(x), -(-x.shape[1] // block_columns))
+    return dequantize(x, scales, (1, block_columns), dtype)
+
+
+def quantized_input(
+    x: torch.Tensor, input_scale: torch.Tensor | None, block_columns: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``x [rows, input]`` in FP8, and its scales ``[rows, groups]``."""
+    if x.dtype == _FP8:
+        assert input_scale is not None
+        return x, input_scale.expand(len(x), groups)
+    quantized = torch.empty(x.shape, dtype=_FP8, device=x.device)
+    if input_scale is None:
+        scales = torch.empty(len(x), groups, dtype=torch.float32, device=x.device)
+        quantize_triton(x, quantized, scales, 1, block_columns)
+    else:
+        scales = input_scale.expand(len(x), groups)
+        quantize_static_triton(x, quantized, scales, 1, block_columns)
+    return quantized, scales
+
+
+def scaled_matmul_triton(*arguments: Any) -> torch.Tensor:
     """Multiply by Triton kernels; see :func:`scaled_matmul`."""
-    fp8 = weight.dtype == _FP8
+    x, weight, scale, block_rows, block_columns, bias, input_scale, quantize, dtype = arguments
     if not can_convert(weight.dtype, weight) or not x.numel() or not weight.numel():
-        return scaled_matmul_reference(
-            x, weight, scale, block_rows, block_columns, bias, input_scale, quantize_input, dtype
-        )
+        return scaled_matmul_reference(*arguments)
     y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, weight.shape[0]
-    groups = scale.shape[1]
-    x_scale = None
-    if x.dtype == _FP8:
-        x_scale = _of_rows(input_scale, M, groups)
-    elif fp8 and quantize_input:
-        wide, rows = rows, torch.empty(M, K, dtype=_FP8, device=x.device)
-        if input_scale is None:
-            x_scale = torch.empty(M, groups, dtype=torch.float32, device=x.device)
-            quantize_triton(wide, rows, x_scale, 1, block_columns)
-        else:
-            x_scale = _of_rows(input_scale, M, groups)
-            quantize_static_triton(wide, rows, x_scale, 1, block_columns)
-    block = block_rows, block_columns
+    block, x_scale = (block_rows, block_columns), None
+    if x.dtype == _FP8 or (weight.dtype == _FP8 and quantize):
+        rows, x_scale = quantized_input(rows, input_scale, block_columns, scale.shape[1])
     product = Product(rows, weight, scale, x_scale, block, bias, y.view(M, N))
-    config = config_of(M, N, K, block, rows)
+    described = ScaledWeight(N, K, block, rows.dtype, capability(rows))
+    config = scaled_config_of(M, described, rows)
     if config.way == "torch" and torch_takes(product):
         multiply_by_torch(product)
     elif config.way == "descriptors" and descriptors_take(product):
         multiply_described(product, config)
     else:
         if config.way != "pointers":
-            config = default_of(M, N, K, block, rows)
+            config = scaled_default_of(M, described)
         multiply_tiles(product, config)
     return y
 
 
-def _empty(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    block_rows: int,
-    block_columns: int,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    quantize_input: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _empty(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
     """Return an empty product."""
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=others[-1])
 
 
 _scaled_matmul = operator(scaled_matmul_reference, scaled_matmul_triton, _empty)

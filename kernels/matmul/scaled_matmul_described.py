@@ -9,8 +9,8 @@ from functools import cache
 
 import torch
 
-from vllm_module.kernels.matmul.product_tile import added, block_scale, written
-from vllm_module.kernels.matmul.scaled_matmul_configurations import ScaledMatmulConfig
+from vllm_module.kernels.matmul.matmul_configurations import MatmulConfig
+from vllm_module.kernels.matmul.product_tile import added, block_scale, tile_of, written
 from vllm_module.kernels.matmul.scaled_matmul_tiles import Product
 from vllm_module.kernels.operators import tl, triton
 
@@ -23,7 +23,7 @@ def descriptors_take(product: Product) -> bool:
     )
 
 
-def multiply_described(product: Product, config: ScaledMatmulConfig) -> None:
+def multiply_described(product: Product, config: MatmulConfig) -> None:
     """Launch the matmul tile by tile."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -43,18 +43,14 @@ def multiply_described(product: Product, config: ScaledMatmulConfig) -> None:
         M,
         N,
         K,
-        *scale.stride(),
-        *x_scale.stride(),
+        scale.stride(),
+        x_scale.stride(),
         1 if bias is None else bias.stride(0),
         block_rows,
         block_columns,
         STEPS=-(-block_columns // config.depth) if groups > 1 else 0,
         PERSISTENT=config.persistent,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(),
     )
 
 
@@ -77,10 +73,8 @@ def _multiply_described(
     M,
     N,
     K,
-    scale_row,
-    scale_column,
-    x_scale_row,
-    x_scale_column,
+    scale_strides,
+    x_scale_strides,
     bias_stride,
     block_rows,
     block_columns,
@@ -99,15 +93,11 @@ def _multiply_described(
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
-        # Eight tiles of tokens are consecutive, so that the weight stays in the L2 cache.
-        band = tile // (8 * tiles_n)
-        band_tiles = tl.minimum(tiles_m - band * 8, 8)
-        index = tile % (8 * tiles_n)
-        top = (band * 8 + index % band_tiles) * BLOCK_M
-        left = index // band_tiles * BLOCK_N
+        top, left = tile_of(tile, tiles_m, tiles_n)
+        top, left = top * BLOCK_M, left * BLOCK_N
         m = (top + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        x_scale_ptrs = x_scale_ptr + tl.minimum(m, M - 1) * x_scale_row
-        scale_ptrs = scale_ptr + tl.minimum(left, N - 1) // block_rows * scale_row
+        x_scale_ptrs = x_scale_ptr + tl.minimum(m, M - 1) * x_scale_strides[0]
+        scale_ptrs = scale_ptr + tl.minimum(left, N - 1) // block_rows * scale_strides[0]
         sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in range(steps):
             x = x_desc.load([top, step * BLOCK_K])
@@ -115,12 +105,14 @@ def _multiply_described(
             x_scale, scale = None, None
             if STEPS:
                 group = step // STEPS
-                x_scale = tl.load(x_scale_ptrs + group * x_scale_column)
-                scale = tl.load(scale_ptrs + group * scale_column)
+                x_scale = tl.load(x_scale_ptrs + group * x_scale_strides[1])
+                scale = tl.load(scale_ptrs + group * scale_strides[1])
             sums = added(sums, x, weight, x_scale, scale, False)
         x_scale, scale = None, None
         if not STEPS:
             x_scale = tl.load(x_scale_ptrs)
-            scale = block_scale(scale_ptr, left, N, scale_row, block_rows, False, False, BLOCK_N)
+            scale = block_scale(
+                scale_ptr, left, N, scale_strides[0], block_rows, False, False, BLOCK_N
+            )
         y_ptrs = y_ptr + m * N
         written(y_ptrs, bias_ptr, sums, x_scale, scale, m < M, left, N, bias_stride, False, BLOCK_N)

@@ -9,9 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.matmul.product_tile import added, block_scale, clamped, loaded, written
-from vllm_module.kernels.matmul.scaled_matmul_configurations import ScaledMatmulConfig
-from vllm_module.kernels.operators import tl, triton
+from vllm_module.kernels.matmul.matmul_configurations import MatmulConfig
+from vllm_module.kernels.matmul.product_tile import (
+    added,
+    block_scale,
+    clamped,
+    loaded,
+    tile_of,
+    written,
+)
+from vllm_module.kernels.operators import strides_of, tl, triton
 
 _SUMMED = 256  # output features for each program that adds splits
 
@@ -39,30 +46,21 @@ class Product(NamedTuple):
     y: torch.Tensor
 
 
-def multiply_tiles(product: Product, config: ScaledMatmulConfig) -> None:
+def multiply_tiles(product: Product, config: MatmulConfig) -> None:
     """Launch the matmul tile by tile; with splits, add them afterwards."""
     x, weight, scale, x_scale, (block_rows, block_columns), bias, y = product
     (M, K), N, groups = x.shape, weight.shape[0], scale.shape[1]
     parts = y
     if config.splits > 1:
         parts = torch.empty(config.splits, M, N, dtype=torch.float32, device=x.device)
-    any_scale = scale if x_scale is None else x_scale
     span = K if groups <= 1 else block_columns  # number of input features that steps divide
     columns = config.columns * (2 if config.two else 1)
     _multiply[(-(-M // config.rows) * -(-N // columns), config.splits)](
-        x,
-        weight,
-        scale,
-        x_scale,
-        bias,
-        parts,
+        (x, weight, scale, x_scale, bias, parts),
         M,
         N,
         K,
-        *x.stride(),
-        *weight.stride(),
-        *scale.stride(),
-        *any_scale.stride(),
+        strides_of(x, weight, scale, x_scale),
         1 if bias is None else bias.stride(0),
         block_rows,
         block_columns,
@@ -71,12 +69,8 @@ def multiply_tiles(product: Product, config: ScaledMatmulConfig) -> None:
         ONE_SCALE=block_rows % config.columns == 0 or block_rows >= N,
         SWAP=config.rows < 64 or x.dtype != torch.float8_e4m3fn,
         TWO=config.two,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
         SPLITS=config.splits,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(),
     )
     if config.splits > 1:
         if groups > 1:  # each step has already applied its scales
@@ -117,23 +111,11 @@ def add_splits(
 
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    x_scale_ptr,
-    bias_ptr,
-    y_ptr,
+    tensors,
     M,
     N,
     K,
-    x_row,
-    x_column,
-    weight_row,
-    weight_column,
-    scale_row,
-    scale_column,
-    x_scale_row,
-    x_scale_column,
+    strides,
     bias_stride,
     block_rows,
     block_columns,
@@ -153,19 +135,18 @@ def _multiply(
     SWAP the weight is the left operand: then it can be widened in registers, and tokens may be
     few. Rows after the last one repeat it, and are not written.
     """
-    # Eight tiles of tokens are consecutive, so that the weight stays in the L2 cache.
+    x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, y_ptr = tensors
+    x_strides, weight_strides, scale_strides, x_scale_strides = strides
     COLUMNS: tl.constexpr = BLOCK_N * 2 if TWO else BLOCK_N
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, COLUMNS)
-    band = tl.program_id(0) // (8 * tiles_n)
-    band_tiles = tl.minimum(tiles_m - band * 8, 8)
-    index = tl.program_id(0) % (8 * tiles_n)
-    m = (band * 8 + index % band_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    left = index // band_tiles * COLUMNS
+    top, left = tile_of(tl.program_id(0), tiles_m, tiles_n)
+    m = top.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    left = left * COLUMNS
     right = left + BLOCK_N
 
-    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_row
-    ptrs = weight_ptr + clamped(left, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
-    right_ptrs = weight_ptr + clamped(right, N, BLOCK_N).to(tl.int64)[:, None] * weight_row
+    x_ptrs = x_ptr + tl.minimum(m, M - 1)[:, None] * x_strides[0]
+    ptrs = weight_ptr + clamped(left, N, BLOCK_N).to(tl.int64)[:, None] * weight_strides[0]
+    right_ptrs = weight_ptr + clamped(right, N, BLOCK_N).to(tl.int64)[:, None] * weight_strides[0]
     if SWAP:
         m = m[None, :]
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -175,7 +156,7 @@ def _multiply(
     right_sums = sums
     x_scale_ptrs = x_scale_ptr
     if x_scale_ptr is not None:
-        x_scale_ptrs += tl.minimum(m, M - 1) * x_scale_row
+        x_scale_ptrs += tl.minimum(m, M - 1) * x_scale_strides[0]
 
     steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
     each = tl.cdiv(steps, SPLITS)
@@ -189,20 +170,22 @@ def _multiply(
             group, k = 0, step * BLOCK_K + tl.arange(0, BLOCK_K)
             inside = (k < K)[None, :]
         k = k.to(tl.int64)[None, :]
-        x = loaded(x_ptrs + k * x_column, inside, EVEN)
+        x = loaded(x_ptrs + k * x_strides[1], inside, EVEN)
         x_scale = None
         if STEPS and x_scale_ptrs is not None:
-            x_scale = tl.load(x_scale_ptrs + group * x_scale_column)
-        scales, scale = scale_ptr + group * scale_column, None
-        weight = loaded(ptrs + k * weight_column, inside, EVEN)
+            x_scale = tl.load(x_scale_ptrs + group * x_scale_strides[1])
+        scales, scale = scale_ptr + group * scale_strides[1], None
+        weight = loaded(ptrs + k * weight_strides[1], inside, EVEN)
         if STEPS:
-            scale = block_scale(scales, left, N, scale_row, block_rows, ONE_SCALE, SWAP, BLOCK_N)
+            scale = block_scale(
+                scales, left, N, scale_strides[0], block_rows, ONE_SCALE, SWAP, BLOCK_N
+            )
         sums = added(sums, x, weight, x_scale, scale, SWAP)
         if TWO:
-            weight = loaded(right_ptrs + k * weight_column, inside, EVEN)
+            weight = loaded(right_ptrs + k * weight_strides[1], inside, EVEN)
             if STEPS:
                 scale = block_scale(
-                    scales, right, N, scale_row, block_rows, ONE_SCALE, SWAP, BLOCK_N
+                    scales, right, N, scale_strides[0], block_rows, ONE_SCALE, SWAP, BLOCK_N
                 )
             right_sums = added(right_sums, x, weight, x_scale, scale, SWAP)
 
@@ -211,12 +194,14 @@ def _multiply(
     if not STEPS and SPLITS == 1:
         if x_scale_ptrs is not None:
             x_scale = tl.load(x_scale_ptrs)
-        scale = block_scale(scale_ptr, left, N, scale_row, block_rows, False, SWAP, BLOCK_N)
+        scale = block_scale(scale_ptr, left, N, scale_strides[0], block_rows, False, SWAP, BLOCK_N)
     bias = bias_ptr if SPLITS == 1 else None
     written(y_ptrs, bias, sums, x_scale, scale, m < M, left, N, bias_stride, SWAP, BLOCK_N)
     if TWO:
         if not STEPS:
-            scale = block_scale(scale_ptr, right, N, scale_row, block_rows, False, SWAP, BLOCK_N)
+            scale = block_scale(
+                scale_ptr, right, N, scale_strides[0], block_rows, False, SWAP, BLOCK_N
+            )
         written(
             y_ptrs, bias, right_sums, x_scale, scale, m < M, right, N, bias_stride, SWAP, BLOCK_N
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -82,7 +84,7 @@ def causal_conv1d_reference(
 ) -> torch.Tensor:
     """Convolve in plain torch; see :func:`causal_conv1d`."""
     if not x.numel():  # torch's convolution refuses empty input
-        return causal_conv1d_fake(x)
+        return _empty(x)
     width = weight.shape[1]
     wide, weights = x.float(), weight.float()
     shift = None if bias is None else bias.float()
@@ -96,8 +98,8 @@ def causal_conv1d_reference(
         store_states(state, state_slots, window[:, :, 1:])
     else:
         y = torch.zeros_like(wide)  # zeros, without the bias, for tokens of no sequence
-        for tokens, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
-            before = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
+        sequences = each_sequence(query_start_loc, context_lens, state_slots, state)
+        for tokens, slot, before in sequences:
             window = torch.cat([before, wide[tokens].t()], 1)
             y[tokens] = _convolved(window, weights, shift)
             state[slot] = window[:, 1 - width :]
@@ -111,42 +113,27 @@ def _convolved(
     return F.conv1d(inputs.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight))[0].t()
 
 
-def causal_conv1d_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    query_start_loc: torch.Tensor | None,
-    context_lens: torch.Tensor | None,
-    max_query_len: int,
-    silu: bool,
-) -> torch.Tensor:
+def causal_conv1d_triton(*arguments: Any) -> torch.Tensor:
     """Convolve by a Triton kernel; see :func:`causal_conv1d`."""
-    y = empty_output(x, state_slots, max_query_len)
+    x, weight, bias, state, *places, max_query_len, silu = arguments
+    y = empty_output(x, places[0], max_query_len)
     tokens, channels = x.shape
     sequences, longest = 1, tokens
-    if state_slots is not None:
-        sequences, longest = len(state_slots), max_query_len
+    if state is not None:
+        sequences, longest = len(places[0]), max_query_len
     if not (tokens and channels and sequences):
         return y
     rows = min(_TOKENS, next_power_of_2(longest))
     grid = -(-longest // rows), sequences, -(-channels // _CHANNELS)
     _convolve[grid](
-        x,
-        weight,
-        bias,
-        y,
-        state,
-        state_slots,
-        query_start_loc,
-        context_lens,
+        (x, weight, bias, y, state),
+        tuple(places),
         tokens,
         channels,
-        *x.stride(),
-        *weight.stride(),
+        x.stride(),
+        weight.stride(),
         0 if bias is None else bias.stride(0),
-        *(state.stride() if state is not None else (0, 0, 0)),
+        state.stride() if state is not None else None,
         WIDTH=weight.shape[1],
         SILU=silu,
         ROWS=rows,
@@ -158,24 +145,14 @@ def causal_conv1d_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _convolve(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    state_ptr,
-    state_slots_ptr,
-    query_start_loc_ptr,
-    context_lens_ptr,
+    tensors,
+    places,
     tokens,
     channels,
-    x_token,
-    x_channel,
-    weight_channel,
-    weight_place,
+    x_strides,
+    weight_strides,
     bias_channel,
-    state_slot,
-    state_channel,
-    state_place,
+    state_strides,
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,11 +162,11 @@ def _convolve(
 
     Only that program reads the state, so no other one reads what it stores.
     """
+    x_ptr, weight_ptr, bias_ptr, y_ptr, state_ptr = tensors
+    x_token, x_channel = x_strides
     first = tl.program_id(0) * ROWS
     sequence = tl.program_id(1)
-    start, count, slot, continues = place_of(
-        sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens
-    )
+    start, count, slot, continues = place_of(sequence, places, tokens)
     if first >= count:
         return
     row = first + tl.arange(0, ROWS)
@@ -198,7 +175,7 @@ def _convolve(
     x_base = x_ptr + start * x_token
     state_base = state_ptr
     if state_ptr is not None:
-        state_base = state_ptr + slot * state_slot + column * state_channel
+        state_base = state_ptr + slot * state_strides[0] + column * state_strides[1]
 
     y = tl.zeros((ROWS, COLUMNS), tl.float32)
     for place in tl.static_range(WIDTH):
@@ -209,12 +186,11 @@ def _convolve(
         value = value.to(tl.float32)
         if state_ptr is not None:
             before = (source < 0) & continues
-            at = (source + WIDTH - 1).to(tl.int64)[:, None] * state_place
+            at = (source + WIDTH - 1).to(tl.int64)[:, None] * state_strides[2]
             mask = before[:, None] & is_channel[None, :]
             value += tl.load(state_base[None, :] + at, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(
-            weight_ptr + column * weight_channel + place * weight_place, mask=is_channel, other=0.0
-        )
+        weight_at = column * weight_strides[0] + place * weight_strides[1]
+        weight = tl.load(weight_ptr + weight_at, mask=is_channel, other=0.0)
         y += value * weight.to(tl.float32)[None, :]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column * bias_channel, mask=is_channel, other=0.0)
@@ -232,18 +208,16 @@ def _convolve(
             newest = count + (place - WIDTH + 1)
             newest_at = newest.to(tl.int64) * x_token + column * x_channel
             kept = tl.load(x_base + newest_at, mask=stored & (newest >= 0), other=0.0)
-            older_at = (newest + WIDTH - 1).to(tl.int64) * state_place
+            older_at = (newest + WIDTH - 1).to(tl.int64) * state_strides[2]
             is_older = stored & (newest < 0) & continues
             older = tl.load(state_base + older_at, mask=is_older, other=0.0)
             kept = kept.to(tl.float32) + older.to(tl.float32)
-            tl.store(state_base + place * state_place, kept, mask=stored)
+            tl.store(state_base + place * state_strides[2], kept, mask=stored)
 
 
-def causal_conv1d_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty output; see :func:`causal_conv1d`."""
+def _empty(x: torch.Tensor, *_: object) -> torch.Tensor:
+    """Return an empty output."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_causal_conv1d = operator(
-    causal_conv1d_reference, causal_conv1d_triton, causal_conv1d_fake, ("state",)
-)
+_causal_conv1d = operator(causal_conv1d_reference, causal_conv1d_triton, _empty, ("state",))

@@ -8,10 +8,19 @@ u[s]`` over ``s < t`` is ``beta[t] (v[t] - exp(G[t]) S^T k[t])``. No exponent is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 from vllm_module.kernels.recurrent.recurrent_state import (
     FORGOTTEN,
     check_state,
@@ -136,11 +145,9 @@ def gated_delta_rule_reference(
         store_states(state, state_slots, s)
         return (queries.unsqueeze(2) @ s).squeeze(2).to(v.dtype)
     o = torch.zeros_like(values)
-    for part, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
-        s = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
+    for part, slot, s in each_sequence(query_start_loc, context_lens, state_slots, state):
         of_values = values[part], g[part], strengths[part]
-        o[part], s = _chunked(queries[part], keys[part], *of_values, s)
-        state[slot] = s
+        o[part], state[slot] = _chunked(queries[part], keys[part], *of_values, s)
     return o.to(v.dtype)
 
 
@@ -175,55 +182,30 @@ def _chunked(
     return (torch.cat(outputs) if outputs else torch.zeros_like(v)), s
 
 
-def gated_delta_rule_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    query_start_loc: torch.Tensor | None,
-    context_lens: torch.Tensor | None,
-    max_query_len: int,
-    scale: float,
-    l2_norm: bool,
-) -> torch.Tensor:
+def gated_delta_rule_triton(*arguments: Any) -> torch.Tensor:
     """Compute by a Triton kernel; see :func:`gated_delta_rule`.
 
     A program has some values of a head. It computes its sequence's chunks one after the other, and
     keeps the state in registers. Single tokens, float32 and keys of more than 128 features are
     computed token by token.
     """
-    o = empty_output(v, state_slots, max_query_len)
+    q, k, v, g, beta, state, *places, max_query_len, scale, l2_norm = arguments
+    o = empty_output(v, places[0], max_query_len)
     tokens, heads, dv = v.shape
-    sequences = 1 if state_slots is None else len(state_slots)
+    sequences = 1 if state is None else len(places[0])
     if not (o.numel() and sequences):
         return o
     columns, keys = min(_COLUMNS, next_power_of_2(dv)), max(16, next_power_of_2(q.shape[2]))
     single = state is not None and max_query_len == 1
     by_token = single or v.dtype == torch.float32 or keys > 128
     _delta_rule[(-(-dv // columns), heads, sequences)](
-        q,
-        k,
-        v,
-        g,
-        beta,
-        o,
-        state,
-        state_slots,
-        query_start_loc,
-        context_lens,
+        (q, k, v, g, beta, o, state),
+        tuple(places),
         tokens,
         dv,
         heads // q.shape[1],
         scale,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *g.stride(),
-        *beta.stride(),
-        *(state.stride() if state is not None else (0, 0, 0, 0)),
+        strides_of(q, k, v, g, beta, state),
         heads * dv,
         DK=q.shape[2],
         KEYS=keys,
@@ -239,37 +221,13 @@ def gated_delta_rule_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _delta_rule(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    beta_ptr,
-    o_ptr,
-    state_ptr,
-    state_slots_ptr,
-    query_start_loc_ptr,
-    context_lens_ptr,
+    tensors,
+    places,
     tokens,
     dv,
     heads_of_key,
     scale,
-    q_token,
-    q_head,
-    q_feature,
-    k_token,
-    k_head,
-    k_feature,
-    v_token,
-    v_head,
-    v_feature,
-    g_token,
-    g_head,
-    beta_token,
-    beta_head,
-    state_slot,
-    state_head,
-    state_key,
-    state_value,
+    strides,
     o_token,
     DK: tl.constexpr,
     KEYS: tl.constexpr,
@@ -280,40 +238,41 @@ def _delta_rule(
     EPSILON: tl.constexpr,
 ):
     """Compute some values of one head of one sequence."""
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, state_ptr = tensors
+    q_strides, k_strides, v_strides, g_strides, beta_strides, state_strides = strides
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     key_head = head // heads_of_key
     feature = tl.arange(0, KEYS)
     is_column, is_key = column < dv, feature < DK
 
-    start, count, slot, continues = place_of(
-        sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens
-    )
+    start, count, slot, continues = place_of(sequence, places, tokens)
     s = tl.zeros((KEYS, COLUMNS), tl.float32)
     state_at = state_ptr
     in_state = is_key[:, None] & is_column[None, :]
     if state_ptr is not None:
-        at = feature.to(tl.int64)[:, None] * state_key
-        at += column.to(tl.int64)[None, :] * state_value
-        state_at = state_ptr + slot * state_slot + head * state_head + at
+        at = feature.to(tl.int64)[:, None] * state_strides[2]
+        at += column.to(tl.int64)[None, :] * state_strides[3]
+        state_at = state_ptr + slot * state_strides[0] + head * state_strides[1] + at
         s = tl.load(state_at, mask=in_state & continues, other=0.0).to(tl.float32)
 
-    q_at = q_ptr + key_head * q_head + feature.to(tl.int64) * q_feature
-    k_at = k_ptr + key_head * k_head + feature.to(tl.int64) * k_feature
-    v_at = v_ptr + head * v_head + column.to(tl.int64) * v_feature
+    q_at = q_ptr + key_head * q_strides[1] + feature.to(tl.int64) * q_strides[2]
+    k_at = k_ptr + key_head * k_strides[1] + feature.to(tl.int64) * k_strides[2]
+    v_at = v_ptr + head * v_strides[1] + column.to(tl.int64) * v_strides[2]
+    g_at, beta_at = g_ptr + head * g_strides[1], beta_ptr + head * beta_strides[1]
     o_at = o_ptr + head * dv + column
 
     if BY_TOKEN:
         for row in range(count):
             token = start + row
-            q = tl.load(q_at + token * q_token, mask=is_key, other=0.0).to(tl.float32)
-            k = tl.load(k_at + token * k_token, mask=is_key, other=0.0).to(tl.float32)
+            q = tl.load(q_at + token * q_strides[0], mask=is_key, other=0.0).to(tl.float32)
+            k = tl.load(k_at + token * k_strides[0], mask=is_key, other=0.0).to(tl.float32)
             if NORM:
                 q *= 1 / tl.sqrt(tl.sum(q * q, axis=0) + EPSILON)
                 k *= 1 / tl.sqrt(tl.sum(k * k, axis=0) + EPSILON)
-            v = tl.load(v_at + token * v_token, mask=is_column, other=0.0).to(tl.float32)
-            g = tl.load(g_ptr + token * g_token + head * g_head)
-            beta = tl.load(beta_ptr + token * beta_token + head * beta_head).to(tl.float32)
+            v = tl.load(v_at + token * v_strides[0], mask=is_column, other=0.0).to(tl.float32)
+            g = tl.load(g_at + token * g_strides[0])
+            beta = tl.load(beta_at + token * beta_strides[0]).to(tl.float32)
             s = tl.exp(g) * s
             u = beta * (v - tl.sum(s * k[:, None], axis=0))
             s += k[:, None] * u[None, :]
@@ -327,11 +286,11 @@ def _delta_rule(
             there = first + place < count
             token = (start + first + place).to(tl.int64)
             k_mask = there[:, None] & is_key[None, :]
-            k_from = k_at[None, :] + token[:, None] * k_token
+            k_from = k_at[None, :] + token[:, None] * k_strides[0]
             v_mask = there[:, None] & is_column[None, :]
-            g = tl.load(g_ptr + token * g_token + head * g_head, mask=there, other=0.0)
+            g = tl.load(g_at + token * g_strides[0], mask=there, other=0.0)
             g = tl.maximum(g, -104.0)  # FORGOTTEN
-            beta = tl.load(beta_ptr + token * beta_token + head * beta_head, mask=there, other=0.0)
+            beta = tl.load(beta_at + token * beta_strides[0], mask=there, other=0.0)
             beta = beta.to(tl.float32)
             sums, last = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
             between = tl.where(causal, sums[:, None] - sums[None, :], float("-inf"))
@@ -345,7 +304,7 @@ def _delta_rule(
             system = tl.where(before, system, 0.0)
             known = tl.dot(k.to(tl.float32), s, input_precision="tf32")
             known *= (k_length * tl.exp(sums))[:, None]
-            v = tl.load(v_at[None, :] + token[:, None] * v_token, mask=v_mask, other=0.0)
+            v = tl.load(v_at[None, :] + token[:, None] * v_strides[0], mask=v_mask, other=0.0)
             u = beta[:, None] * (v.to(tl.float32) - known)
             for row in range(1, CHUNK):
                 is_row = place == row
@@ -353,7 +312,7 @@ def _delta_rule(
                 known_row = tl.sum(factors[:, None] * u, axis=0)
                 u = tl.where(is_row[:, None], u - known_row[None, :], u)
 
-            q = tl.load(q_at[None, :] + token[:, None] * q_token, mask=k_mask, other=0.0)
+            q = tl.load(q_at[None, :] + token[:, None] * q_strides[0], mask=k_mask, other=0.0)
             q_length = _over_length(q, NORM, EPSILON) * scale
             k = tl.load(k_from, mask=k_mask, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="tf32") * between
@@ -377,13 +336,11 @@ def _over_length(x, NORM: tl.constexpr, EPSILON: tl.constexpr):
     return 1 / tl.sqrt(length + EPSILON) if NORM else length * 0 + 1
 
 
-def gated_delta_rule_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
-) -> torch.Tensor:
-    """Return an empty output; see :func:`gated_delta_rule`."""
+def _empty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    """Return an empty output."""
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 _gated_delta_rule = operator(
-    gated_delta_rule_reference, gated_delta_rule_triton, gated_delta_rule_fake, ("state",)
+    gated_delta_rule_reference, gated_delta_rule_triton, _empty, ("state",)
 )

@@ -8,11 +8,20 @@ positive.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    expect,
+    next_power_of_2,
+    operator,
+    strides_of,
+    tl,
+    triton,
+)
 from vllm_module.kernels.recurrent.recurrent_state import (
     FORGOTTEN,
     check_state,
@@ -150,10 +159,8 @@ def mamba2_scan_reference(
         y = torch.zeros_like(wide)  # zeros, without ``d x``, for tokens of no sequence
         if skipped is not None:
             skipped[query_start_loc[-1] :] = 0
-        for part, slot, continues in each_sequence(query_start_loc, context_lens, state_slots):
-            h = state[slot].float() if continues else torch.zeros_like(state[slot]).float()
-            y[part], h = _chunked(wide[part], steps[part], a, b[part], c[part], h)
-            state[slot] = h
+        for part, slot, h in each_sequence(query_start_loc, context_lens, state_slots, state):
+            y[part], state[slot] = _chunked(wide[part], steps[part], a, b[part], c[part], h)
     return (y if skipped is None else y + skipped).to(x.dtype)
 
 
@@ -183,58 +190,30 @@ def _chunked(
     return (torch.cat(outputs) if outputs else torch.zeros_like(x)), h
 
 
-def mamba2_scan_triton(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor | None,
-    state_slots: torch.Tensor | None,
-    query_start_loc: torch.Tensor | None,
-    context_lens: torch.Tensor | None,
-    max_query_len: int,
-    dt_min: float,
-    dt_max: float,
-) -> torch.Tensor:
+def mamba2_scan_triton(*arguments: Any) -> torch.Tensor:
     """Compute by a Triton kernel, a program for some features of a head; see :func:`mamba2_scan`.
 
     A program computes its sequence's chunks one after the other, and keeps the state in registers.
     Single tokens and float32 are computed token by token.
     """
-    y = empty_output(x, state_slots, max_query_len)
+    x, dt, a, b, c, d, dt_bias, state, *places, max_query_len, dt_min, dt_max = arguments
+    y = empty_output(x, places[0], max_query_len)
     tokens, heads, features = x.shape
-    sequences = 1 if state_slots is None else len(state_slots)
+    sequences = 1 if state is None else len(places[0])
     if not (y.numel() and sequences):
         return y
     columns, size = min(_FEATURES, next_power_of_2(features)), max(16, next_power_of_2(b.shape[2]))
     single = state is not None and max_query_len == 1
     by_token = single or x.dtype == torch.float32
     _scan[(-(-features // columns), heads, sequences)](
-        x,
-        dt,
-        a,
-        b,
-        c,
-        d,
-        dt_bias,
-        y,
-        state,
-        state_slots,
-        query_start_loc,
-        context_lens,
+        (x, dt, a, b, c, d, dt_bias, y, state),
+        tuple(places),
         tokens,
         features,
         heads // b.shape[1],
         dt_min,
         dt_max,
-        *x.stride(),
-        *dt.stride(),
-        *b.stride(),
-        *c.stride(),
-        *(state.stride() if state is not None else (0, 0, 0, 0)),
+        strides_of(x, dt, b, c, state),
         heads * features,
         N=b.shape[2],
         STATE=size,
@@ -248,38 +227,14 @@ def mamba2_scan_triton(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _scan(
-    x_ptr,
-    dt_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    d_ptr,
-    dt_bias_ptr,
-    y_ptr,
-    state_ptr,
-    state_slots_ptr,
-    query_start_loc_ptr,
-    context_lens_ptr,
+    tensors,
+    places,
     tokens,
     features,
     heads_of_group,
     dt_min,
     dt_max,
-    x_token,
-    x_head,
-    x_feature,
-    dt_token,
-    dt_head,
-    b_token,
-    b_group,
-    b_n,
-    c_token,
-    c_group,
-    c_n,
-    state_slot,
-    state_head,
-    state_feature,
-    state_n,
+    strides,
     y_token,
     N: tl.constexpr,
     STATE: tl.constexpr,
@@ -288,21 +243,22 @@ def _scan(
     BY_TOKEN: tl.constexpr,
 ):
     """Compute some features of one head of one sequence."""
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, dt_bias_ptr, y_ptr, state_ptr = tensors
+    x_strides, dt_strides, b_strides, c_strides, state_strides = strides
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     group = head // heads_of_group
     n = tl.arange(0, STATE)
     is_feature, is_n = feature < features, n < N
 
-    start, count, slot, continues = place_of(
-        sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens
-    )
+    start, count, slot, continues = place_of(sequence, places, tokens)
     h = tl.zeros((COLUMNS, STATE), tl.float32)
     state_at = state_ptr
     in_state = is_feature[:, None] & is_n[None, :]
     if state_ptr is not None:
-        at = feature.to(tl.int64)[:, None] * state_feature + n.to(tl.int64)[None, :] * state_n
-        state_at = state_ptr + slot * state_slot + head * state_head + at
+        at = feature.to(tl.int64)[:, None] * state_strides[2]
+        at += n.to(tl.int64)[None, :] * state_strides[3]
+        state_at = state_ptr + slot * state_strides[0] + head * state_strides[1] + at
         h = tl.load(state_at, mask=in_state & continues, other=0.0).to(tl.float32)
 
     a = tl.load(a_ptr + head)
@@ -312,19 +268,20 @@ def _scan(
     d = 0.0
     if d_ptr is not None:
         d = tl.load(d_ptr + head).to(tl.float32)
-    x_at = x_ptr + head * x_head + feature.to(tl.int64) * x_feature
-    b_at = b_ptr + group * b_group + n.to(tl.int64) * b_n
-    c_at = c_ptr + group * c_group + n.to(tl.int64) * c_n
+    x_at = x_ptr + head * x_strides[1] + feature.to(tl.int64) * x_strides[2]
+    dt_at = dt_ptr + head * dt_strides[1]
+    b_at = b_ptr + group * b_strides[1] + n.to(tl.int64) * b_strides[2]
+    c_at = c_ptr + group * c_strides[1] + n.to(tl.int64) * c_strides[2]
     y_at = y_ptr + head * features + feature
 
     if BY_TOKEN:
         for row in range(count):
             token = start + row
-            step = tl.load(dt_ptr + token * dt_token + head * dt_head).to(tl.float32)
+            step = tl.load(dt_at + token * dt_strides[0]).to(tl.float32)
             step = _limited(step + dt_bias, dt_min, dt_max)
-            x = tl.load(x_at + token * x_token, mask=is_feature, other=0.0).to(tl.float32)
-            b = tl.load(b_at + token * b_token, mask=is_n, other=0.0).to(tl.float32)
-            c = tl.load(c_at + token * c_token, mask=is_n, other=0.0).to(tl.float32)
+            x = tl.load(x_at + token * x_strides[0], mask=is_feature, other=0.0).to(tl.float32)
+            b = tl.load(b_at + token * b_strides[0], mask=is_n, other=0.0).to(tl.float32)
+            c = tl.load(c_at + token * c_strides[0], mask=is_n, other=0.0).to(tl.float32)
             h = tl.exp(step * a) * h + (step * x)[:, None] * b[None, :]
             y = tl.sum(h * c[None, :], axis=1) + d * x
             tl.store(y_at + token * y_token, y, mask=is_feature)
@@ -334,16 +291,16 @@ def _scan(
         for first in range(0, count, CHUNK):
             there = first + place < count
             token = (start + first + place).to(tl.int64)
-            step = tl.load(dt_ptr + token * dt_token + head * dt_head, mask=there, other=0.0)
+            step = tl.load(dt_at + token * dt_strides[0], mask=there, other=0.0)
             step = _limited(step.to(tl.float32) + dt_bias, dt_min, dt_max)
             step = tl.where(there, step, 0.0)
             logarithm = tl.maximum(step * a, -104.0)  # FORGOTTEN
             sums, last = tl.cumsum(logarithm, axis=0), tl.sum(logarithm, axis=0)
             x_mask = there[:, None] & is_feature[None, :]
-            x = tl.load(x_at[None, :] + token[:, None] * x_token, mask=x_mask, other=0.0)
+            x = tl.load(x_at[None, :] + token[:, None] * x_strides[0], mask=x_mask, other=0.0)
             n_mask = there[:, None] & is_n[None, :]
-            b = tl.load(b_at[None, :] + token[:, None] * b_token, mask=n_mask, other=0.0)
-            c = tl.load(c_at[None, :] + token[:, None] * c_token, mask=n_mask, other=0.0)
+            b = tl.load(b_at[None, :] + token[:, None] * b_strides[0], mask=n_mask, other=0.0)
+            c = tl.load(c_at[None, :] + token[:, None] * c_strides[0], mask=n_mask, other=0.0)
             scores = tl.dot(c, tl.trans(b), input_precision="tf32")
             between = tl.where(causal, sums[:, None] - sums[None, :], float("-inf"))
             scores *= tl.exp(between)
@@ -372,9 +329,9 @@ def _limited(step, dt_min, dt_max):
     return tl.minimum(tl.maximum(softplus, dt_min), dt_max)
 
 
-def mamba2_scan_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty output; see :func:`mamba2_scan`."""
+def _empty(x: torch.Tensor, *_: object) -> torch.Tensor:
+    """Return an empty output."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_mamba2_scan = operator(mamba2_scan_reference, mamba2_scan_triton, mamba2_scan_fake, ("state",))
+_mamba2_scan = operator(mamba2_scan_reference, mamba2_scan_triton, _empty, ("state",))

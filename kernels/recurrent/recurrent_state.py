@@ -72,14 +72,19 @@ def check_state(
 
 
 def each_sequence(
-    query_start_loc: torch.Tensor, context_lens: torch.Tensor, state_slots: torch.Tensor
-) -> Iterator[tuple[slice, int, bool]]:
-    """Yield each sequence's tokens, its state slot, and whether it has earlier tokens."""
+    query_start_loc: torch.Tensor,
+    context_lens: torch.Tensor,
+    state_slots: torch.Tensor,
+    state: torch.Tensor,
+) -> Iterator[tuple[slice, int, torch.Tensor]]:
+    """Yield each sequence's tokens, its state slot, and its state before, in float32."""
     starts, contexts = query_start_loc.tolist(), context_lens.tolist()
     for index, slot in enumerate(state_slots.tolist()):
         begin, end = starts[index], starts[index + 1]
         if slot >= 0 and begin < end:
-            yield slice(begin, end), slot, contexts[index] > end - begin
+            before = state[slot].float()
+            continues = contexts[index] > end - begin
+            yield slice(begin, end), slot, before if continues else torch.zeros_like(before)
 
 
 def single_tokens(tokens: torch.Tensor, state_slots: torch.Tensor, max_query_len: int) -> bool:
@@ -119,11 +124,13 @@ def store_states(state: torch.Tensor, state_slots: torch.Tensor, new: torch.Tens
 
 
 @triton.jit
-def place_of(sequence, state_slots_ptr, query_start_loc_ptr, context_lens_ptr, tokens):
+def place_of(sequence, places, tokens):
     """Return a sequence's first token, its number of tokens, its slot, and whether it continues.
 
-    It continues if its state must be read. Without pointers, one new sequence has all ``tokens``.
+    It continues if its state must be read. ``places`` are pointers to the slots, starts and
+    contexts; without them, one new sequence has all ``tokens``.
     """
+    state_slots_ptr, query_start_loc_ptr, context_lens_ptr = places
     start, count, continues = tl.zeros((), tl.int64), tokens, False
     slot = tl.zeros((), tl.int64)
     if state_slots_ptr is not None:

@@ -157,7 +157,7 @@ def act_and_mul_quantize_triton(
     fits = min(group, columns) * x.element_size() <= limit
     if not (columns and fits and can_convert(dtype, x)):
         return quantize_rows(act_and_mul_triton(x, activation), dtype, group, static)
-    y, scale = act_and_mul_quantize_fake(x, activation, dtype, group, static)
+    y, scale = act_and_mul_quantize_fake(x, activation, dtype, group)
     _launch(x, activation, y, scale, group, static)
     return y, scale
 
@@ -276,11 +276,7 @@ def act_and_mul_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def act_and_mul_quantize_fake(
-    x: torch.Tensor,
-    activation: str,
-    dtype: torch.dtype,
-    group: int,
-    static: torch.Tensor | None,
+    x: torch.Tensor, activation: str, dtype: torch.dtype, group: int, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an empty quantized result and its scales."""
     return empty_rows(x[..., : x.shape[-1] // 2], dtype, group)

@@ -6,6 +6,8 @@ sequence. Both operations take one launch for rows of all kinds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
@@ -173,21 +175,15 @@ def adjust_logits_reference(
     return x
 
 
-def adjust_logits_triton(
-    logits: torch.Tensor,
-    plan: torch.Tensor,
-    penalties: torch.Tensor,
-    biases: torch.Tensor,
-    tokens: torch.Tensor,
-    table: torch.Tensor,
-) -> torch.Tensor:
+def adjust_logits_triton(*arguments: Any) -> torch.Tensor:
     """Adjust by a Triton kernel; see :func:`adjust_logits`."""
+    logits, plan, *_, table = arguments
     x = _empty(logits, plan)
     if len(plan):
         vocab, (_, height, width) = logits.shape[1], table.shape
         grid = len(plan), -(-vocab // _CHUNK)
-        _adjust[grid](logits, plan, penalties, biases, tokens, table, x, vocab, height, width,
-                      CHUNK=_CHUNK, TILE=_TILE, num_warps=8, enable_fp_fusion=False)  # fmt: skip
+        _adjust[grid](*arguments, x, vocab, height, width, CHUNK=_CHUNK, TILE=_TILE,
+                      num_warps=8, enable_fp_fusion=False)  # fmt: skip
     return x
 
 

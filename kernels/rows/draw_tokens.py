@@ -512,9 +512,7 @@ def _pick(
     tl.store(drawn_ptr + row, token_found)
 
 
-def _empty(
-    logits: torch.Tensor, rows: torch.Tensor, settings: torch.Tensor, top_k: bool, top_p: bool
-) -> torch.Tensor:
+def _empty(logits: torch.Tensor, rows: torch.Tensor, *_: object) -> torch.Tensor:
     """Return an empty result."""
     return torch.empty(len(rows), 1, dtype=torch.int64, device=logits.device)
 

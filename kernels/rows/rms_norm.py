@@ -173,7 +173,7 @@ def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
 ) -> torch.Tensor:
     """Normalize in a Triton kernel; see :func:`rms_norm`."""
-    y = rms_norm_fake(x, weight, eps)
+    y = rms_norm_fake(x, weight)
     _launch(x, None, weight, eps, y, offset=weight_offset)
     return y
 
@@ -186,7 +186,7 @@ def fused_add_rms_norm_triton(
     weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add and normalize in a Triton kernel; see :func:`fused_add_rms_norm`."""
-    y, total = fused_add_rms_norm_fake(x, residual, weight, eps)
+    y, total = fused_add_rms_norm_fake(x, residual, weight)
     _launch(x, residual, weight, eps, y, total, offset=weight_offset)
     return y, total
 
@@ -406,23 +406,17 @@ def _long_rows(
         tl.store(y_ptr + row * columns + column, y, mask=inside)
 
 
-def rms_norm_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
-) -> torch.Tensor:
+def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
     """Return an empty norm."""
     return torch.empty(x.shape, dtype=torch.result_type(x, weight), device=x.device)
 
 
 def fused_add_rms_norm_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    weight_offset: float = 0.0,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an empty norm and sum."""
     total = torch.empty(x.shape, dtype=torch.result_type(x, residual), device=x.device)
-    return rms_norm_fake(total, weight, eps), total
+    return rms_norm_fake(total, weight), total
 
 
 def rms_norm_quantize_fake(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
@@ -146,10 +148,9 @@ def _finish(
         tl.store(found_ptr + 3 + width + column, token.to(tl.float64), mask=column < width)
 
 
-def _empty(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, width: int
-) -> torch.Tensor:
+def _empty(logits: torch.Tensor, *others: Any) -> torch.Tensor:
     """Return an empty result."""
+    rows, _, width = others
     shape = len(rows), 3 + 2 * width
     return torch.empty(shape, dtype=torch.float64, device=logits.device)
 

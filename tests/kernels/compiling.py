@@ -25,8 +25,8 @@ from compilation.candidates import (
 from compilation.launches import E4M3, FP32, Cases, compiling, launching, meta, specialized
 
 from vllm_module.kernels import dtypes
-from vllm_module.kernels.experts import grouped_matmul_configurations, grouped_matmul_mxfp4
-from vllm_module.kernels.matmul import scaled_matmul_configurations
+from vllm_module.kernels.experts import grouped_matmul
+from vllm_module.kernels.matmul import matmul_configurations, scaled_matmul
 
 __all__ = ["E4M3", "FP32", "launching", "meta", "specialized"]  # tests import them
 
@@ -55,7 +55,7 @@ LARGEST = (
 
 def choose_for(capability: int) -> None:
     """Choose tiles for a capability, since a meta tensor's device has none."""
-    of_products = scaled_matmul_configurations, grouped_matmul_configurations, grouped_matmul_mxfp4
+    of_products = scaled_matmul, grouped_matmul, matmul_configurations
     for module in (dtypes, *ATTENTION, *of_products):
         module.capability = lambda _: divmod(capability, 10)
 

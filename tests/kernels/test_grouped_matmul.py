@@ -19,13 +19,14 @@ from vllm_module.kernels.experts.grouped_matmul import (
     grouped_matmul_reference,
     grouped_matmul_triton,
 )
-from vllm_module.kernels.experts.grouped_matmul_configurations import (
-    GroupedMatmulConfig,
-    config_of,
-    grouped_configurations,
-)
 from vllm_module.kernels.experts.grouped_tile import tiles_of
 from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
+from vllm_module.kernels.matmul.matmul_configurations import (
+    MatmulConfig,
+    ScaledWeight,
+    grouped_config_of,
+    grouped_configurations,
+)
 from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -86,16 +87,14 @@ def launched(
 @pytest.fixture
 def tile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets the rows of a tile, with few columns, and how it is loaded."""
-    choose = kernel.config_of
+    choose = kernel.grouped_config_of
 
-    def use(rows: int, described: bool = False) -> None:
+    def use(rows: int, way: str = "pointers") -> None:
         # The choice depends on sizes that the slow interpreter cannot have.
         monkeypatch.setattr(
             kernel,
-            "config_of",
-            lambda *product: GroupedMatmulConfig(
-                rows, 16, min(choose(*product).depth, 32), 4, 2, described
-            ),
+            "grouped_config_of",
+            lambda *product: MatmulConfig(rows, 16, min(choose(*product).depth, 32), 4, 2, way=way),
         )
 
     return use
@@ -189,7 +188,7 @@ def test_weights_that_a_descriptor_loads(as_accurate, tile, monkeypatch, dtype) 
 
     Weights whose rows are not whole 16 bytes apart are loaded by pointers.
     """
-    tile(16, True)
+    tile(16, "descriptors")
     x, offsets = torch.randn(9, 40).to(dtype), offsets_of(4, 0, 3)
     made = []
     descriptor = kernel._descriptor
@@ -210,11 +209,12 @@ def test_weights_that_a_descriptor_loads(as_accurate, tile, monkeypatch, dtype) 
 @pytest.mark.parametrize("block", [(1, 2880), (128, 128), (64, 64)])
 def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype) -> None:
     """Rows of a bucket meet one configuration, which is listed with the bucket's other ones."""
-    shape, x = (32, 1536, 2880), torch.empty(0, dtype=dtype)
-    by_bucket: dict[int, dict[str, GroupedMatmulConfig]] = {}
-    listed = grouped_configurations(shape, block, dtype)
+    weights = ScaledWeight(1536, 2880, block, dtype, experts=32)
+    x = torch.empty(0, dtype=dtype)
+    by_bucket: dict[int, dict[str, MatmulConfig]] = {}
+    listed = grouped_configurations(weights)
     for each in listed:
-        by_bucket.setdefault(each.rows, {})[each.name] = each.config
+        by_bucket.setdefault(each.tokens, {})[each.name] = each.config
     assert len(listed) == len({(each.case, each.name) for each in listed})
     assert list(by_bucket) == [512, 1024, 2048, 4096]
     described = {most for most, named in by_bucket.items() if next(iter(named)) != "tiles"}
@@ -224,8 +224,8 @@ def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype)
         bucket = next((most for most in by_bucket if rows <= most), 4096)
         for name, config in by_bucket[bucket].items() if rows % 5 == 0 else ():
             with trying({"grouped_matmul": name}):
-                assert config_of(rows, shape, block, x) == config
-        assert config_of(rows, shape, block, x) == next(iter(by_bucket[bucket].values()))
+                assert grouped_config_of(rows, weights, x) == config
+        assert grouped_config_of(rows, weights, x) == next(iter(by_bucket[bucket].values()))
 
 
 @pytest.mark.parametrize("dtype", [FP8, INT8])

@@ -9,12 +9,12 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from vllm_module.kernels.experts import grouped_matmul_mxfp4 as kernel
-from vllm_module.kernels.experts.grouped_matmul_configurations import GroupedMatmulConfig
 from vllm_module.kernels.experts.grouped_matmul_mxfp4 import (
     dequantize_mxfp4,
     grouped_matmul_mxfp4,
     grouped_matmul_mxfp4_triton,
 )
+from vllm_module.kernels.matmul.matmul_configurations import MatmulConfig
 
 U8 = torch.uint8
 MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -62,15 +62,15 @@ def test_it_is_what_transformers_dequantizes() -> None:
     ("config", "dtype"),
     [
         (None, torch.float32),
-        (GroupedMatmulConfig(16, 16, 128, 4, 2), torch.float16),
-        (GroupedMatmulConfig(16, 16, 32, 4, 2), torch.bfloat16),
-        (GroupedMatmulConfig(64, 32, 64, 4, 2), torch.bfloat16),
+        (MatmulConfig(16, 16, 128, 4, 2), torch.float16),
+        (MatmulConfig(16, 16, 32, 4, 2), torch.bfloat16),
+        (MatmulConfig(64, 32, 64, 4, 2), torch.bfloat16),
     ],
 )
 def test_each_row_meets_its_expert(
     as_accurate,
     monkeypatch: pytest.MonkeyPatch,
-    config: GroupedMatmulConfig | None,
+    config: MatmulConfig | None,
     dtype: torch.dtype,
 ) -> None:
     """Rows are as exact as torch's, with blocks beyond the last step's; others are zeros.
@@ -78,7 +78,7 @@ def test_each_row_meets_its_expert(
     Tokens, blocks, scales and biases are parts of larger tensors.
     """
     if config is not None:
-        monkeypatch.setattr(kernel, "_config", lambda *_: config)
+        monkeypatch.setattr(kernel, "mxfp4_config_of", lambda *_: config)
     x = torch.full((7, 300), torch.nan, dtype=dtype)[:, 4:196:2]
     x.copy_(torch.randn(7, 96))
     blocks, scales = weights(5, 42, 128)

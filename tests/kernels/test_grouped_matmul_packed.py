@@ -15,7 +15,7 @@ from vllm_module.kernels.experts.grouped_matmul_packed import (
     grouped_matmul_packed,
     grouped_matmul_packed_triton,
 )
-from vllm_module.kernels.matmul.packed_matmul_configurations import PackedMatmulConfig
+from vllm_module.kernels.matmul.matmul_configurations import MatmulConfig
 from vllm_module.kernels.matmul.packed_words import Packing
 
 dense = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_packed_matmul.py"))))
@@ -51,8 +51,8 @@ def expected(x: torch.Tensor, exact: torch.Tensor, bias: torch.Tensor) -> torch.
 )
 def test_each_row_meets_its_expert(as_accurate, monkeypatch, layout: str, sums: bool) -> None:
     """The kernel and the CPU are as exact as torch, in every layout, where tiles are partial."""
-    config = PackedMatmulConfig(16, 32, 32, 4, 2, scale_sums=sums)
-    monkeypatch.setattr(kernel, "tiles_for", lambda *_: config)
+    config = MatmulConfig(16, 32, 32, 4, 2, scale_sums=sums)
+    monkeypatch.setattr(kernel, "packed_tiles", lambda *_: config)
     words, scales, packing, group, zeros, group_of, exact = stacked(
         outputs=96, inputs=160, **{"group": 64, **LAYOUTS[layout]}
     )

@@ -20,8 +20,7 @@ from vllm_module.kernels.attention.concat_and_cache_mla import (
 )
 from vllm_module.kernels.attention.mla_attention import mla_attention, mla_attention_triton
 from vllm_module.kernels.attention.mla_attention_tile import decode_candidates, prefill_candidates
-from vllm_module.kernels.attention.paged_attention_decode import Decoding
-from vllm_module.kernels.attention.paged_attention_splits import Splits
+from vllm_module.kernels.attention.paged_attention_splits import Decoding, Splits
 from vllm_module.kernels.attention.paged_attention_tile import Tiles
 from vllm_module.kernels.choices import trying
 

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from vllm_module.kernels.choices import trying
 from vllm_module.kernels.matmul import packed_matmul as kernel
 from vllm_module.kernels.matmul import packed_words
-from vllm_module.kernels.matmul.packed_matmul import packed_matmul, packed_matmul_triton
-from vllm_module.kernels.matmul.packed_matmul_configurations import (
-    PackedMatmulConfig,
+from vllm_module.kernels.matmul.matmul_configurations import (
+    MatmulConfig,
     PackedWeight,
-    config_of,
+    packed_config_of,
     packed_configurations,
 )
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul, packed_matmul_triton
 from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed, pack
 
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -116,8 +116,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_multiplied(as_accurate, monkeypatch, layout: str, sums: bool) -> None:
     """The kernel and the CPU are as exact as torch, where tiles, groups and splits are partial."""
-    config = PackedMatmulConfig(16, 32, 32, 4, 2, 3 if sums else 1, scale_sums=sums)
-    monkeypatch.setattr(kernel, "config_of", lambda *_: config)
+    config = MatmulConfig(16, 32, 32, 4, 2, 3 if sums else 1, scale_sums=sums)
+    monkeypatch.setattr(kernel, "packed_config_of", lambda *_: config)
     weight = packed(96, 160, **{"group": 64, **LAYOUTS[layout]})
     dtype = FP16 if sums else BF16
     x, bias = torch.randn(3, 160).to(dtype), torch.randn(96).to(dtype)
@@ -183,13 +183,13 @@ def test_configurations_list_what_any_batch_meets(group: int, dtype: torch.dtype
     weight = PackedWeight(6144, 4096, 4, 1, group, False, dtype)
     listed = packed_configurations(weight)
     assert len(listed) == len({(each.case, each.name) for each in listed})
-    by_bucket: dict[int, dict[str, PackedMatmulConfig]] = {}
+    by_bucket: dict[int, dict[str, MatmulConfig]] = {}
     for each in listed:
         by_bucket.setdefault(each.tokens, {})[each.name] = each.config
     x = torch.empty(0, dtype=dtype)
     for tokens in range(1, 1100, 3):
         bucket = next((most for most in by_bucket if tokens <= most), max(by_bucket))
-        assert config_of(tokens, weight, x) == by_bucket[bucket]["tiles"]
+        assert packed_config_of(tokens, weight, x) == by_bucket[bucket]["tiles"]
     names = {each.name for each in listed}
     assert ("deep steps" in names) == (group in (128, 4096) and dtype == BF16)
     assert ("square tiles" in names) == (group in (128, 64, 4096) and dtype == BF16)

@@ -24,11 +24,12 @@ from vllm_module.kernels.attention import (
     paged_layout,
 )
 from vllm_module.kernels.attention.paged_attention import causal_attention, paged_attention
-from vllm_module.kernels.attention.paged_attention_decode import Decoding, decode_candidates
+from vllm_module.kernels.attention.paged_attention_decode import decode_candidates
 from vllm_module.kernels.attention.paged_attention_prefill import prefill_candidates
 from vllm_module.kernels.attention.paged_attention_splits import (
     SCRATCH,
     SEQUENCES,
+    Decoding,
     Splits,
     programs_of,
     sequences_of_a_launch,

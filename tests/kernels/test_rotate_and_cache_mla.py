@@ -90,7 +90,7 @@ def test_the_kernel_gives_what_separate_operations_give(
     arguments["slot_mapping"] = torch.randperm(max(tokens, 3 * page + 4))[:tokens] - 2
     kept = arguments["slot_mapping"].clamp(-1, 3 * page)
     expected = separately(arguments | {"slot_mapping": kept.where(kept < 3 * page, -1)})
-    rotate_and_cache_mla_triton(**arguments)
+    rotate_and_cache_mla_triton(*arguments.values())
     for got, wanted in zip((arguments["rotated"], arguments["cache"]), expected, strict=True):
         near = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(got, wanted, rtol=near, atol=near)
@@ -102,7 +102,7 @@ def test_an_fp8_cache_holds_what_is_divided_by_its_scale(held: torch.dtype) -> N
     """Rows are divided by the scale and rounded once more, as separate operations do."""
     arguments = example(7, dtype=torch.float16, held=held, page=5)
     _, expected = separately(arguments)
-    rotate_and_cache_mla_triton(**arguments)
+    rotate_and_cache_mla_triton(*arguments.values())
     torch.testing.assert_close(arguments["cache"].float(), expected.float(), rtol=0.3, atol=0.01)
     same = bits(arguments["cache"]) == bits(expected)
     assert same.float().mean() > 0.98  # a number on the edge of two may become either
@@ -114,7 +114,7 @@ def test_padding_and_nan_stay_where_they_are() -> None:
     arguments["cache"].fill_(torch.nan)
     arguments["slot_mapping"] = torch.tensor([2, -1, 9, 4])
     arguments["latent"][0, 1] = arguments["rope_key"][3, 2] = torch.nan
-    rotate_and_cache_mla_triton(**arguments)
+    rotate_and_cache_mla_triton(*arguments.values())
     rows = arguments["cache"].flatten(0, 1)
     assert rows[2, :6].isnan().all()
     assert not rows[2, 6:].isnan().any()
@@ -145,7 +145,7 @@ def test_no_tokens() -> None:
     ):  # fmt: skip
         arguments = example(0)
         before = arguments["cache"].clone()
-        rotate(**arguments)
+        rotate(*arguments.values())
         assert torch.equal(arguments["cache"], before)
 
 
@@ -155,7 +155,7 @@ def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) 
     expected = separately(arguments)
     monkeypatch.setattr(dtypes, "capability", lambda _: (8, 6))
     monkeypatch.setattr(module, "_rotate_and_store_latent", None)
-    rotate_and_cache_mla_triton(**arguments)
+    rotate_and_cache_mla_triton(*arguments.values())
     assert torch.equal(arguments["rotated"], expected[0])
     assert torch.equal(bits(arguments["cache"]), bits(expected[1]))
 

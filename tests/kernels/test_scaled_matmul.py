@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from vllm_module.kernels.choices import trying
 from vllm_module.kernels.matmul import scaled_matmul as kernel
 from vllm_module.kernels.matmul import scaled_matmul_described
-from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul, scaled_matmul_triton
-from vllm_module.kernels.matmul.scaled_matmul_configurations import (
-    ScaledMatmulConfig,
-    config_of,
-    configurations,
+from vllm_module.kernels.matmul.matmul_configurations import (
+    MatmulConfig,
+    ScaledWeight,
+    scaled_config_of,
+    scaled_configurations,
 )
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul, scaled_matmul_triton
 from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -55,13 +56,13 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         "many tokens": (64, False, 1),
         "two tiles": (64, True, 1),
     }[request.param]
-    choose = kernel.config_of
+    choose = kernel.scaled_config_of
 
     def small(*product):
         depth = min(choose(*product).depth, 32)
-        return ScaledMatmulConfig(rows, 16, depth, 4, 2, splits, two)
+        return MatmulConfig(rows, 16, depth, 4, 2, splits, two)
 
-    monkeypatch.setattr(kernel, "config_of", small)
+    monkeypatch.setattr(kernel, "scaled_config_of", small)
     return request.param
 
 
@@ -168,8 +169,8 @@ def test_defaults_change_nothing() -> None:
 @pytest.mark.parametrize("tokens", [128, 200])
 def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, two: bool) -> None:
     """Every tile is computed if there are several bands of them, the last one incomplete."""
-    config = ScaledMatmulConfig(16, 16, 32, 4, 2, two=two)
-    monkeypatch.setattr(kernel, "config_of", lambda *product: config)
+    config = MatmulConfig(16, 16, 32, 4, 2, two=two)
+    monkeypatch.setattr(kernel, "scaled_config_of", lambda *product: config)
     weight, scale = quantized(40, 32, (1, 32))
     x = torch.randn(tokens, 32)
     y = launched(x, weight, scale, (1, 32), quantize_input=False)
@@ -181,19 +182,21 @@ def test_each_tile_is_somewhere(monkeypatch: pytest.MonkeyPatch, tokens: int, tw
 @pytest.mark.parametrize("shape", [(1024, 4096), (4096, 4096), (28672, 8192), (4096, 14336)])
 def test_splits_are_those_of_the_weight(shape: tuple[int, int], wide: torch.dtype) -> None:
     """Up to 128 tokens, the splits of a sum do not depend on the number of tokens."""
-    block, x = (1, shape[1]), torch.empty(1, dtype=wide)
-    splits = {config_of(tokens, *shape, block, x).splits for tokens in range(1, 129)}
+    x = torch.empty(1, dtype=wide)
+    weight = ScaledWeight(*shape, (1, shape[1]), wide)
+    splits = {scaled_config_of(tokens, weight, x).splits for tokens in range(1, 129)}
     assert len(splits) == 1
     programs = splits.pop() * shape[0] // 64
     assert programs >= 256 or shape == (1024, 4096)
-    assert config_of(129, *shape, block, x).splits == 1
+    assert scaled_config_of(129, weight, x).splits == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 65])
 def test_splits_are_added_up(as_accurate, tokens: int) -> None:
     """A long sum for few outputs is split; scales and bias are applied after adding up."""
     weight, scale = quantized(48, 2048, (1, 2048))
-    assert config_of(tokens, *weight.shape, (1, 2048), weight).splits == 4
+    described = ScaledWeight(*weight.shape, (1, 2048), weight.dtype)
+    assert scaled_config_of(tokens, described, weight).splits == 4
     x, bias = torch.randn(tokens, 2048).bfloat16(), torch.randn(48).bfloat16()
     y = launched(x, weight, scale, (1, 2048), bias)
     rows = exactly(*quantized(tokens, 2048, (1, 2048), of=x), (1, 2048))
@@ -210,8 +213,8 @@ def test_tiles_that_descriptors_load(as_accurate, monkeypatch, block, persistent
     Two programs compute all tiles of the persistent candidate.
     """
     monkeypatch.setattr(scaled_matmul_described, "_multiprocessors", lambda device: 2)
-    config = ScaledMatmulConfig(16, 16, 32, 4, 2, way="descriptors", persistent=persistent)
-    monkeypatch.setattr(kernel, "config_of", lambda *product: config)
+    config = MatmulConfig(16, 16, 32, 4, 2, way="descriptors", persistent=persistent)
+    monkeypatch.setattr(kernel, "scaled_config_of", lambda *product: config)
     monkeypatch.setattr(kernel, "multiply_tiles", None)
     held, scale = quantized(40, 96, block)
     around = torch.full((48, 128), torch.nan).to(FP8)
@@ -236,8 +239,8 @@ def test_what_a_candidate_does_not_take_is_multiplied_by_the_default(monkeypatch
     x.copy_(torch.randn(130, 64))
     arguments = (weight, scale, (1, 64), None, torch.tensor(0.5))
     expected = launched(x, *arguments, dtype=torch.bfloat16)
-    config = ScaledMatmulConfig(64, 64, 32, 4, 2, way=way)
-    monkeypatch.setattr(kernel, "config_of", lambda *product: config)
+    config = MatmulConfig(64, 64, 32, 4, 2, way=way)
+    monkeypatch.setattr(kernel, "scaled_config_of", lambda *product: config)
     assert torch.equal(launched(x, *arguments, dtype=torch.bfloat16), expected)
 
 
@@ -310,19 +313,19 @@ def test_torch_is_not_asked_for_blocks_of_other_rows(as_accurate, monkeypatch) -
 @pytest.mark.parametrize("block", [(1, 4096), (128, 128), (64, 64)])
 def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype) -> None:
     """A bucket's tokens meet one configuration, which is listed with the bucket's other ones."""
-    shape, x = (6144, 4096), torch.empty(0, dtype=dtype)
-    listed = configurations(*shape, block, dtype)
-    by_bucket: dict[int, dict[str, ScaledMatmulConfig]] = {}
+    weight, x = ScaledWeight(6144, 4096, block, dtype), torch.empty(0, dtype=dtype)
+    listed = scaled_configurations(weight)
+    by_bucket: dict[int, dict[str, MatmulConfig]] = {}
     for each in listed:
         assert by_bucket.setdefault(each.tokens, {}).setdefault(each.name, each.config) is not None
     assert len(listed) == len({(each.case, each.name) for each in listed})
     for tokens in range(1, 2100):
         bucket = next((most for most in by_bucket if tokens <= most), max(by_bucket))
-        assert config_of(tokens, *shape, block, x) == next(iter(by_bucket[bucket].values()))
+        assert scaled_config_of(tokens, weight, x) == next(iter(by_bucket[bucket].values()))
         if tokens in (7, 500, 2000):
             for name, config in by_bucket[bucket].items():
                 with trying({"scaled_matmul": name}):
-                    assert config_of(tokens, *shape, block, x) == config
+                    assert scaled_config_of(tokens, weight, x) == config
     described = {most for most, named in by_bucket.items() if next(iter(named)) != "tiles"}
     assert described == ({512, 1024} if dtype == FP8 and block != (64, 64) else set())
     names = {each.name for each in listed}

@@ -52,11 +52,10 @@ from vllm_module.kernels.rows.act_and_mul import (
 from vllm_module.kernels.experts.combine_experts import combine_experts_triton
 from vllm_module.kernels.attention.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.experts.grouped_matmul import grouped_matmul_triton
-from vllm_module.kernels.experts.grouped_matmul_configurations import grouped_configurations
 from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul_triton
-from vllm_module.kernels.matmul.packed_matmul_configurations import (
-    PackedWeight, packed_configurations
+from vllm_module.kernels.matmul.matmul_configurations import (
+    PackedWeight, ScaledWeight, grouped_configurations, packed_configurations, scaled_configurations
 )
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.attention.mla_attention import mla_attention_triton
@@ -68,7 +67,6 @@ from vllm_module.kernels.attention.rotary_embedding import rotary_embedding_trit
 from vllm_module.kernels.attention.rotate_and_cache import rotate_and_cache_triton
 from vllm_module.kernels.attention.rotate_and_cache_mla import rotate_and_cache_mla_triton
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul_triton
-from vllm_module.kernels.matmul.scaled_matmul_configurations import configurations
 from vllm_module.kernels.experts.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.experts.topk_routing import topk_routing_triton
 
@@ -152,10 +150,10 @@ def counted():
 
 with launching(note):  # what is listed, before anything else
     for block in BLOCKS:
-        for each in configurations(hidden, hidden, block, E4M3):
+        for each in scaled_configurations(ScaledWeight(hidden, hidden, block, E4M3)):
             product(meta(each.tokens, hidden), block)
-        for each in grouped_configurations((32, 256, hidden), block, E4M3):
-            mixture(meta(each.rows // 8, hidden), each.rows // 8)
+        for each in grouped_configurations(ScaledWeight(256, hidden, block, E4M3, experts=32)):
+            mixture(meta(each.tokens // 8, hidden), each.tokens // 8)
     packed_weight = PackedWeight(hidden, hidden, 4, 1, 128, False, torch.bfloat16)
     for each in packed_configurations(packed_weight):
         packed_product(meta(each.tokens, hidden))

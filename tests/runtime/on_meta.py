@@ -271,23 +271,29 @@ def some_batch(rng: random.Random) -> EmbeddingInputs:
 
 def variant(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any]) -> str:
     """Return what Triton compiles a launch for: dtypes, constants, and what divides by 16."""
-    parts: list[object] = []
-    for parameter in jit.params:
-        value = arguments[parameter.name]
-        aligned = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+
+    def part(value: Any, whole: bool, aligned: bool) -> object:
+        if isinstance(value, tuple):  # Triton specializes elements on whatever it can
+            return [part(each, True, True) for each in value]
         if isinstance(value, torch.Tensor):
             offset = value.storage_offset() * value.element_size()
-            parts.append((value.dtype, aligned and offset % 16 == 0))
-        elif isinstance(value, TensorDescriptor):
-            parts.append((value.base.dtype, tuple(value.block_shape)))
-        elif parameter.is_constexpr or value is None:
-            parts.append(value)
-        elif isinstance(value, float):
-            parts.append("float")
-        elif value == 1 and not parameter.do_not_specialize:
-            parts.append("one")
-        else:
-            parts.append((-(2**31) <= value < 2**31, aligned and value % 16 == 0))
+            return value.dtype, aligned and offset % 16 == 0
+        if isinstance(value, TensorDescriptor):
+            return value.base.dtype, tuple(value.block_shape)
+        if value is None:
+            return value
+        if isinstance(value, float):
+            return "float"
+        if value == 1 and whole:
+            return "one"
+        return -(2**31) <= value < 2**31, aligned and value % 16 == 0
+
+    parts = []
+    for parameter in jit.params:
+        whole = not parameter.do_not_specialize
+        aligned = whole and not parameter.do_not_specialize_on_alignment
+        value = arguments[parameter.name]
+        parts.append(value if parameter.is_constexpr else part(value, whole, aligned))
     return f"{jit.__name__} {parts} {sorted(options.items())}"
 
 

@@ -19,12 +19,13 @@ from vllm_module.kernels.attention import (
     paged_attention_decode,
     paged_attention_prefill,
 )
-from vllm_module.kernels.experts.grouped_matmul_configurations import grouped_configurations
-from vllm_module.kernels.matmul.packed_matmul_configurations import (
+from vllm_module.kernels.matmul.matmul_configurations import (
     PackedWeight,
+    ScaledWeight,
+    grouped_configurations,
     packed_configurations,
+    scaled_configurations,
 )
-from vllm_module.kernels.matmul.scaled_matmul_configurations import configurations
 
 ATTENTION = mla_attention, paged_attention_decode, paged_attention_prefill
 
@@ -50,7 +51,7 @@ def candidates_of_products(fp8: bool) -> Cases:
     for kind, rows in product(("fp8 given", "fp8 weight") if fp8 else (), (1, 128)):
         multiplied_in = E4M3 if kind == "fp8 given" else torch.bfloat16
         block = (1, 4096) if rows == 1 else (128, 128)
-        for each in configurations(6144, 4096, block, multiplied_in):
+        for each in scaled_configurations(ScaledWeight(6144, 4096, block, multiplied_in)):
             if each.config.way != "torch":
                 launch = multiplied(each.tokens, 6144, 4096, kind, rows)
                 name = f"multiply {kind}, {each.tokens}, {rows} x {rows}, {each.name}"
@@ -60,9 +61,10 @@ def candidates_of_products(fp8: bool) -> Cases:
             continue
         multiplied_in = E4M3 if kind == "fp8" else torch.bfloat16
         block = (1, 2880) if rows == 1 else (128, 128)
-        for each in grouped_configurations((128, 1536, 2880), block, multiplied_in):
-            launch = grouped(each.rows // 128, kind, rows)
-            name = f"grouped {kind}, {each.rows // 128}, {rows} x {rows}, {each.name}"
+        weights = ScaledWeight(1536, 2880, block, multiplied_in, experts=128)
+        for each in grouped_configurations(weights):
+            launch = grouped(each.tokens // 128, kind, rows)
+            name = f"grouped {kind}, {each.tokens // 128}, {rows} x {rows}, {each.name}"
             found[name] = tried("grouped_matmul", each.name, launch)
     for kind, group, bits, dtype in PACKED:
         along, ordered = 0 if kind == "awq" else 1, 0 if kind == "unordered" else group

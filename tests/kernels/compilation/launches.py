@@ -77,24 +77,36 @@ class Compiled:
 
 def specialized(jit: JITFunction, arguments: dict[str, Any]) -> ASTSource:
     """Return the source that a launch with these arguments compiles, as Triton specializes it."""
-    signature, constants, attributes = {}, {}, {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def specialize(value: Any, path: tuple[int, ...], whole: bool, aligned: bool) -> Any:
+        """Return the type of an argument, or of an element of a tuple."""
+        if isinstance(value, tuple):  # Triton specializes elements on whatever it can
+            types = [specialize(v, (*path, index), True, True) for index, v in enumerate(value)]
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+        if value is None or (isinstance(value, int) and value == 1 and whole):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return f"*{TYPES[value.dtype]}"
+        if isinstance(value, float):
+            return "fp32"
+        if value % 16 == 0 and aligned:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    signature: dict[str, Any] = {}
     for index, parameter in enumerate(jit.params):
-        value, name = arguments[parameter.name], parameter.name
-        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or is_one:
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, torch.Tensor):
-            signature[name] = f"*{TYPES[value.dtype]}"
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
+        value, whole = arguments[parameter.name], not parameter.do_not_specialize
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(index,)] = "constexpr", value
         else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            unaligned = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
-            if value % 16 == 0 and not unaligned:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+            aligned = whole and not parameter.do_not_specialize_on_alignment
+            signature[parameter.name] = specialize(value, (index,), whole, aligned)
     return ASTSource(jit, signature, constants, attributes)
 
 
