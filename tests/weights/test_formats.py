@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_module.weights.formats import FORMATS, Files, formats_of
-from vllm_module.weights.hub import _patterns, is_small
+from vllm_module.weights.hub import is_small, patterns_of
 
 # transformers' Trainer, accelerate and DeepSpeed write these beside the weights.
 STATES = (
@@ -70,7 +70,7 @@ def test_formats_are_looked_for_in_one_order() -> None:
 )
 def test_what_the_hub_is_asked_for(load_format: str, patterns: list[Any]) -> None:
     """In the order in which a folder is searched; files of one tuple belong together."""
-    assert _patterns(load_format) == patterns
+    assert patterns_of(load_format) == patterns
 
 
 @pytest.mark.parametrize(
