@@ -120,6 +120,15 @@ def test_frequencies_of_transformers(scaling: dict[str, Any], share: float) -> N
 
 
 @shares
+def test_yarn_blends_between_the_pairs_of_transformers(share: float) -> None:
+    """Whatever the original length: pairs are kept, blended and divided, also the last ones."""
+    for power in range(4, 24, 2):
+        config = config_of(YARN | {"original_max_position_embeddings": 2**power}, share)
+        expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config)
+        torch.testing.assert_close(ours(config).inv_freq, expected, rtol=1e-6, atol=0)
+
+
+@shares
 @scalings
 def test_rotation_of_transformers(scaling: dict[str, Any], share: float) -> None:
     """Queries and keys are rotated as in transformers, and other features are unchanged."""

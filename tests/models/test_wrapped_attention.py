@@ -69,7 +69,7 @@ def _plain(query: Any, key: Any, value: Any) -> Any:
     """A mask that replaces scores; the softmax by a method, and scores as a function."""
     scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(SIZE)
     scores = scores.masked_fill(~_tril(), torch.finfo(scores.dtype).min)
-    return scores.softmax(-1) @ value
+    return torch.dropout(scores.softmax(-1), 0.5, False) @ value
 
 
 def _of_openai(query: Any, key: Any, value: Any) -> Any:

@@ -20,7 +20,12 @@ from torch.nn import functional as F
 
 from vllm_module import LoadConfig, ModelConfig, get_model
 from vllm_module.distributed import expert_parallel, run_ranks
-from vllm_module.errors import ShardingError, UnsupportedModelError, WeightLoadError
+from vllm_module.errors import (
+    ShardingError,
+    UnsupportedModelError,
+    WeightLoadError,
+    WeightReadError,
+)
 from vllm_module.layers import FusedMoE
 from vllm_module.layers.linear import RowParallelLinear
 from vllm_module.quantization import EightBitMethod, rules_for
@@ -263,6 +268,32 @@ def test_every_scale_and_code_of_nvfp4(form: Any, whole: float) -> None:
     expected = by_formula(stored[form.words], wide)
     assert torch.equal(layer.quant_method.full_precision(layer), expected)
     assert torch.equal(layer(torch.eye(2048)).T, expected)
+
+
+@pytest.mark.parametrize("form", [COMPRESSED_TENSORS, MODELOPT])
+def test_a_scale_of_nvfp4_is_taken_up_to_the_one_that_overflows(form: Any) -> None:
+    """A scale of all numbers is taken as long as the largest number of a block is finite."""
+    stored = {
+        form.words: torch.full((4, 8), 0x77, dtype=torch.uint8),  # 6.0 twice
+        form.scales: torch.full((4, 1), 448.0).to(torch.float8_e4m3fn),
+    }
+    limit = torch.tensor([torch.finfo(torch.float32).max / (448.0 * 6.0)])
+    if form.divides:
+        limit = 1 / limit
+    wholes = [limit * factor for factor in (0.15, 0.5, 0.99, 1.01, 2.0, 7.0)]
+    taken = []
+    for whole in wholes:
+        layer: Any = RowParallelLinear(16, 4, bias=False)
+        layer.quantize(NVFP4Method(form, static_inputs=False))
+        try:
+            layer.load_weights(stored | {form.whole: whole})
+            taken.append(True)
+        except WeightReadError:
+            taken.append(False)
+    wide = [448.0 / whole if form.divides else 448.0 * whole for whole in wholes]
+    finite = [by_formula(stored[form.words], each.expand(4, 1)).isfinite() for each in wide]
+    assert taken == [bool(each.all()) for each in finite]
+    assert sum(taken) == 3
 
 
 @pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])

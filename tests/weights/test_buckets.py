@@ -412,6 +412,12 @@ class Rank:
         with receive_weights(src=self.number - 1) as pairs:
             return list(pairs)
 
+    def case_source_zero(self) -> Any:
+        if self.number == 2:
+            return self.send(PAIRS)
+        with receive_weights(src=0 if self.number else 2) as pairs:
+            return list(pairs)
+
     def case_another_device(self) -> Any:
         if self.number == 0:
             return self.send(PAIRS)
@@ -724,6 +730,7 @@ def test_a_rank_without_memory_for_a_bucket_stops_all(ran: Ran) -> None:
         ("two send", [0, 2], "of 3 ranks 2 send: [0, 2]"),
         ("nobody sends", [], "of 3 ranks 0 send"),
         ("another source", [2], "receives with src=1, but rank 0 sends"),
+        ("source zero", [1], "receives with src=0, but rank 2 sends"),
         ("another device", [2], "receives on meta, but rank 0 sends on cpu"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import resource
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import cut_rows, file_bytes, open_checkpoint, os_pages, read_all
-from vllm_module.weights.cut_rows import ByteRun
+from vllm_module.weights.cut_rows import ByteRun, copy_segments
 from vllm_module.weights.handle import FileHandle, read_together
 from vllm_module.weights.regular_file import ReadLease, open_again
 
@@ -354,3 +355,41 @@ def test_windows_of_a_run_are_the_run(count, span, length) -> None:
             (window.offset + i * window.stride, address + i * length) for i in range(window.count)
         ]
     assert segments == [(7 + i * run.stride, 1000 + i * length) for i in range(count)]
+
+
+PLACES = st.integers(0, 9)
+LENGTHS = st.sampled_from((1, 2, 3, 4, 8, 16, 24))
+
+
+@settings(deadline=None)
+@given(begin=PLACES, target=PLACES, length=LENGTHS, gap=LENGTHS, count=st.integers(1, 6))
+def test_segments_at_any_place_are_copied(begin, target, length, gap, count) -> None:
+    """Copying needs no alignment of the bytes that are read, nor of those that are written."""
+    run = ByteRun(0, length, length + gap, count)
+    file = torch.arange(begin + run.span, dtype=torch.uint8)
+    written = torch.zeros(target + run.nbytes + 1, dtype=torch.uint8)
+    copy_segments(file[begin:], run, written.data_ptr() + target)
+    starts = [begin + index * run.stride for index in range(count)]
+    expected = [byte for start in starts for byte in range(start, start + length)]
+    assert written.tolist() == [*[0] * target, *expected, 0]
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["lease", "no lease"])
+@pytest.mark.parametrize("place", range(8))
+def test_columns_of_a_tensor_at_any_place_of_the_file_are_read(
+    tmp_path, place, leased, monkeypatch
+) -> None:
+    """The format asks for no alignment of tensors, so a matrix may begin at an odd byte."""
+    if not leased:
+        monkeypatch.setattr(ReadLease, "_take", lambda _: False)
+    matrix = torch.arange(5 * 32, dtype=torch.int16).view(5, 32)
+    data = matrix.numpy().tobytes()
+    entry = {"dtype": "I16", "shape": [5, 32], "data_offsets": [0, len(data)]}
+    header = json.dumps({"matrix": entry}).encode()
+    header += b" " * ((place - len(header)) % 8)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    with open_checkpoint(path) as checkpoint:
+        handle = checkpoint["matrix"]
+        assert handle.byte_range[0] % 8 == place
+        assert torch.equal(handle.narrow(1, 8, 16).read(), matrix[:, 8:24])
