@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("design", "docs", "examples", "kernels", "models", "tests", "vllm_module")
 DATA = {  # in the wheel, beside the modules
     "vllm_module/cli/pictures/plan.html",
+    "vllm_module/cli/pictures/layout.js",
     "vllm_module/cli/pictures/plan.js",
     "vllm_module/kernels/choices.json",
     "vllm_module/py.typed",

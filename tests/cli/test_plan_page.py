@@ -39,10 +39,28 @@ for (const width of [390, 1280]) {
   frame.addEventListener("load", () => setTimeout(() => {
     const page = frame.contentDocument, view = frame.contentWindow;
     const figures = [...page.querySelectorAll("figure")].map(each => each.textContent);
+    const boxes = [...page.querySelectorAll(".layouts rect")].filter(rect => rect.tile);
+    const layouts = boxes.map(rect => {
+      rect.dispatchEvent(new view.PointerEvent("pointerdown", { bubbles: true }));
+      const [id] = rect.getAttribute("fill").match(/ranks-[0-9]+/) || [];
+      const filled = id ? [...page.getElementById(id).children].slice(1) : [rect];
+      return { name: rect.tile.drawing.slots[rect.tile.slot].names[0],
+        tip: page.getElementById("tip").innerText, x: Number(rect.getAttribute("x")),
+        colours: filled.map(each => view.getComputedStyle(each).fill) };
+    });
+    boxes[0].ownerSVGElement.dispatchEvent(new view.KeyboardEvent("keydown",
+      { key: "ArrowRight", bubbles: true }));
+    const keyed = page.querySelector("rect.chosen").tile.kind;
+    const choice = page.querySelector(".layouts select");
+    choice.selectedIndex = 1;
+    choice.dispatchEvent(new view.Event("change"));
+    boxes[0].dispatchEvent(new view.PointerEvent("pointerdown", { bubbles: true }));
+    const second = page.querySelector("#tip strong").textContent;
     page.querySelector(".views button:last-child").click();
     const rects = [...page.querySelectorAll("svg rect")].filter(rect => rect.tile);
     rects[0].dispatchEvent(new view.PointerEvent("pointerdown", { bubbles: true }));
-    seen[width] = { scrollWidth: page.documentElement.scrollWidth, figures, title: page.title,
+    seen[width] = { layouts, keyed, second, figures, title: page.title,
+      scrollWidth: page.documentElement.scrollWidth,
       tiles: rects.length, tip: page.getElementById("tip").innerText,
       alone: page.querySelectorAll("figure").length };
     document.title = JSON.stringify(seen);
@@ -139,7 +157,12 @@ def test_the_page_needs_nothing_else(run: Run, folder: Path, tmp_path: Path) -> 
     assert "rank" in result.out
     page = path.read_text()
     addresses = re.findall(r"https?://[^\"' ]*|(?:src|href)=\"[^\"]*\"|url\([^)]*\)", page)
-    assert set(addresses) == {"http://www.w3.org/2000/svg", 'href="data:,"', "url(#stripes)"}
+    assert set(addresses) == {
+        "http://www.w3.org/2000/svg",
+        'href="data:,"',
+        "url(#stripes)",
+        "url(#${id})",  # stripes of ranks' colours, which the script makes
+    }
     data = data_of(page)
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
     names = {tile[1] for tile in data["tiles"]}
@@ -166,9 +189,13 @@ def test_a_refused_checkpoint_has_a_page(
 
 def hostile_page(folder: Path) -> str:
     """Return a page in which every text that comes from a checkpoint is hostile."""
+    planned_ranks = planned(folder, 2)
+    load = planned_ranks[0].load
+    load = replace(load, fills=[fill._replace(name=f"{fill.name}{HOSTILE}") for fill in load.fills])
     ranks = [
         replace(
             rank,
+            load=load,
             plans=[
                 plan._replace(
                     name=f"{plan.name}{HOSTILE}", file=HOSTILE, slot=plan.slot and HOSTILE
@@ -176,7 +203,7 @@ def hostile_page(folder: Path) -> str:
                 for plan in rank.plans
             ],
         )
-        for rank in planned(folder, 2)
+        for rank in planned_ranks
     ]
     return page_of(ranks, folder, HOSTILE.replace("/", "\u2215"))
 
@@ -213,8 +240,28 @@ def test_in_a_browser(folder: Path, tmp_path: Path) -> None:
         assert shown["tiles"] > 30
         assert HOSTILE in shown["tip"]
         assert "byte range" in shown["tip"]
+        check_layouts(shown)
         assert shown["title"].startswith("<\u2215script>")  # and is not what the hostile name sets
     assert "CONSOLE" not in done.stderr
+
+
+def check_layouts(shown: dict[str, Any]) -> None:
+    """Check what the browser showed of the layout of two ranks: colours, order and texts."""
+    first, other = "rgb(0, 114, 178)", "rgb(230, 159, 0)"
+    layers = "model.layers.{0..2}.self_attn."
+    colours: dict[str, list[list[str]]] = {}
+    for box in shown["layouts"]:
+        colours.setdefault(box["name"].removesuffix(HOSTILE), []).append(box["colours"])
+        assert HOSTILE in box["tip"]
+        assert "byte range" in box["tip"]
+    for slot in "qkvo":
+        assert colours[f"{layers}{slot}_proj.weight"] == [[first], [other]]
+    assert colours["model.layers.{0..2}.self_attn.q_norm.weight"] == [[first, other]]
+    (left, *_) = (box["x"] for box in shown["layouts"] if "q_proj" in box["name"])
+    (right, *_) = (box["x"] for box in shown["layouts"] if "k_proj" in box["name"])
+    assert left < right
+    assert shown["keyed"] == "box"
+    assert shown["second"] == f"lm_head.weight{HOSTILE}"
 
 
 def test_a_cache_for_more_than_a_sequence_is_said_to_be_for_several(folder: Path) -> None:

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the treemaps. Text of the checkpoint goes into the page as text only, never as markup.
+// Draws the treemaps; layout.js, which the page has after it, draws layouts. Text of the checkpoint goes into the page as text only, never as markup.
 document.body.classList.remove("without-script");
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const FIELDS = ["layer", "name", "parameter", "slot", "kind", "bytes", "shape", "of", "stored", "held",
@@ -158,6 +158,7 @@ function update() {
 }
 
 function details(tile) {
+  if (tile.kind === "box") return boxDetails(tile);
   if (tile.kind === "kv") {
     return ["KV cache", { memory: size(tile.bytes),
       tokens: `${entered("sequences")} x ${entered("context").toLocaleString("en")}` }];
@@ -206,8 +207,10 @@ function hide() {
   chosen = null;
 }
 
-maps.addEventListener("pointermove", event => event.target.tile && show(event.target, event.clientX, event.clientY));
-maps.addEventListener("pointerleave", event => event.pointerType === "mouse" && hide());
+for (const pictures of document.querySelectorAll(".maps, .layouts")) {
+  pictures.addEventListener("pointermove", event => event.target.tile && show(event.target, event.clientX, event.clientY));
+  pictures.addEventListener("pointerleave", event => event.pointerType === "mouse" && hide());
+}
 document.addEventListener("pointerdown", event => event.target.tile
   ? show(event.target, event.clientX, event.clientY) : hide());
 document.addEventListener("keydown", event => {

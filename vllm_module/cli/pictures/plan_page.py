@@ -14,6 +14,7 @@ from markupsafe import Markup
 from vllm_module.base.messages import printable_name
 from vllm_module.cli.model_plan import ModelPlan
 from vllm_module.cli.output import shape, size
+from vllm_module.cli.pictures.layout_drawings import layout_drawings
 from vllm_module.cli.pictures.tiles import KINDS, Tile, tiles_of
 from vllm_module.cli.rank_plan import PAGE_SIZE, RankPlan
 from vllm_module.cli.tensor_plan import tensor_rows
@@ -26,20 +27,24 @@ def plan_page(plan: ModelPlan) -> str:
 
     The KV cache is drawn for one sequence of ``plan.tokens``; the page can change both numbers.
     """
-    script = resources.files(__package__).joinpath("plan.js").read_text(encoding="utf-8")
-    page = resources.files(__package__).joinpath("plan.html").read_text(encoding="utf-8")
+    files = resources.files(__package__)
+    script = "".join(
+        files.joinpath(name).read_text(encoding="utf-8") for name in ("plan.js", "layout.js")
+    )
+    page = files.joinpath("plan.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     ranks, report = plan.ranks, plan.report
     tiles = tiles_of(ranks)
     needed = [rank.device_bytes + rank.kv_cache_bytes(plan.tokens) for rank in ranks]
     end = 1.04 * max(*needed, MEMORY_LINES[-1] * 1e9)  # of the scale of memory, in bytes
     positions = plan.source.config.max_model_len or 0
+    layout = layout_drawings(ranks[0].load, len(ranks))
     header, reads = tensor_rows(ranks[0].plans, every=False)
     return environment.from_string(page).render(
         name=printable_name(plan.source.name.rpartition("/")[2]),
         folder=printable_name(plan.source.name),
         dtype=str(plan.source.dtype).removeprefix("torch."),
-        tp=len(ranks),
+        sizes=_sizes(plan),
         ranks=ranks,
         nbytes=plan.nbytes,
         tokens=plan.tokens,
@@ -54,11 +59,17 @@ def plan_page(plan: ModelPlan) -> str:
         problems="" if report.ok else str(report),
         skipped=report.skipped,
         size=size,
-        data=_data(ranks, tiles, end),
+        has_layout=layout is not None,
+        data=_data(ranks, tiles, end) | {"layout": layout},
         # With the script's digest in the page's policy, a browser runs no other script.
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         script=Markup(script),
     )
+
+
+def _sizes(plan: ModelPlan) -> str:
+    experts = f", expert-parallel size {plan.ep_size}" if plan.ep_size > 1 else ""
+    return f"tensor-parallel size {plan.tp_size}{experts}"
 
 
 def _bytes_by_kind(tiles: Sequence[Tile]) -> dict[str, int]:
