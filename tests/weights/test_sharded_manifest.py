@@ -19,9 +19,10 @@ from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.sharded_state import (
     ShardedState,
     cutting_entries,
-    find_manifest,
     quantization_settings,
+    read_manifest,
 )
+from vllm_module.weights.source import find_source
 
 # Entries of config.json that change which part of a tensor a rank has, or in what order.
 CUTTING: dict[str, Any] = {
@@ -52,7 +53,7 @@ def write(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def found(folder: Path) -> Any:
-    return find_manifest(folder, "auto")
+    return read_manifest(folder)
 
 
 def config(**entries: Any) -> Any:
@@ -164,17 +165,17 @@ def test_a_damaged_manifest_is_refused(
 
 
 def test_a_manifest_is_looked_for_where_it_may_be(tmp_path: Path) -> None:
-    """By default if it is there; by its name it has to be; for another format it is not read."""
-    assert found(tmp_path) is None
+    """By default it is found if it is there; for another format it is not looked for."""
     with pytest.raises(CheckpointFormatError, match="holds no sharded state"):
-        find_manifest(tmp_path, "sharded_state")
+        found(tmp_path)
     manifest = write(tmp_path)
+    assert found(tmp_path).model_dump() == manifest
+    (tmp_path / "config.json").write_text("{}")
     for load_format in ("auto", "layered", "sharded_state"):
-        read = find_manifest(tmp_path, load_format)
-        assert read is not None
-        assert read.model_dump() == manifest
-    assert find_manifest(tmp_path, "safetensors") is None
-    assert find_manifest(tmp_path / "sharded_state.json", "auto") is None
+        source: Any = find_source(str(tmp_path), load_format=load_format)
+        assert source.load_format == "sharded_state"
+    other: Any = find_source(str(tmp_path), load_format="safetensors")
+    assert other.load_format == "safetensors"
 
 
 def test_each_rank_has_its_own_files_and_no_others(tmp_path: Path) -> None:
