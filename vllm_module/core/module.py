@@ -6,14 +6,17 @@ fused layer declares ``shard_names``, and the module above finds it under each o
 ``q_proj.weight`` leads to the child ``qkv_proj``, which takes it for slot ``q_proj`` of ``weight``.
 So no model needs a mapping table. Where several declared names begin a name, the longest counts.
 
-What each name does is written into a plan (``planner.py``), unknown names too. All that is wrong is
-refused in one report before anything is written; then the plan is run (``run.py``). Tensors of an
-iterator are the exception: each is copied before the next is asked for, and the report comes at the
-end. Handles of an iterator wait for it.
+What each name does is written into a plan (``planner.py``). Of a mapping or collection, all names
+and shapes that are wrong, unknown ones among them, are refused in one report before anything is
+written; then the plan is run (``run.py``), and each parameter cuts its slot's rows for this rank. Of
+an iterator, each tensor is planned and copied before the next is asked for, so the report comes at
+the end; what is wrong was not copied, and the model refuses to run. Handles of an iterator are read
+after the report.
 
-``run.execute(model.plan_weights(weights), open_reader)`` fetches from elsewhere: ``open_reader``
-gets the plan and returns a context manager of a ``run.Reader``, whose ``read`` gets each handle,
-in the plan's order, with the memory that it fills.
+To fetch from elsewhere, ``run.execute(model.plan_weights(weights), open_reader)``: ``open_reader``
+gets the plan and returns a context manager of a ``run.Reader``. Its ``read(jobs)`` is called with an
+iterator of handles, in the plan's order and narrowed to what this rank keeps, each with the
+destination that it must have filled when ``read`` returns.
 """
 
 from __future__ import annotations
@@ -48,10 +51,10 @@ class vLLMModule(GuardedModule):
     Attributes:
         shard_names: names that this layer fuses: ``["q_proj", "k_proj", "v_proj"]``. Each is the
             name of one slot of its parameters, and may be a path: ``"3.up_proj"``.
-        stored_beside: names of this module's tensors that a checkpoint stores beside the module,
-            not below it. ``{"sinks": "sinks"}`` on ``attn``: the checkpoint has
-            ``self_attn.sinks`` for ``self_attn.attn.sinks``. If the tensor has slots that are
-            stored apart, it is the name of all of them as one tensor.
+        stored_beside: maps a tensor of this module to the name that a checkpoint has for it one
+            level up. ``{"weight": "kernel"}`` on ``attn``: the checkpoint has ``self_attn.kernel``
+            for ``self_attn.attn.weight``. Of a tensor with slots, it is the name of one checkpoint
+            tensor with all of them.
         weight_aliases: other names that a checkpoint may use, each with the child, slot or tensor
             that it means. Either may be a path: ``{"h": "transformer.h"}``. An alias of a module
             stands for all names below it. No alias leads to another one, or to a rule, of the
