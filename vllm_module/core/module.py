@@ -8,14 +8,14 @@ So no model needs a mapping table. Where several declared names begin a name, th
 
 What each name does is written into a plan (``planner.py``). Of a mapping or collection, all names
 and shapes that are wrong, unknown ones among them, are refused in one report before anything is
-written; then the plan is run (``run.py``), and each parameter cuts its slot's rows for this rank. Of
-an iterator, each tensor is planned and copied before the next is asked for, so the report comes at
-the end; what is wrong was not copied, and the model refuses to run. Handles of an iterator are read
-after the report.
+written; then the plan is run (``run.py``), and each parameter cuts its slot's rows for this rank.
+Of an iterator, each tensor is planned and copied before the next is asked for, so the report comes
+at the end; what is wrong was not copied, and the model refuses to run. Handles of an iterator are
+read after the report.
 
 To fetch from elsewhere, ``run.execute(model.plan_weights(weights), open_reader)``: ``open_reader``
-gets the plan and returns a context manager of a ``run.Reader``. Its ``read(jobs)`` is called with an
-iterator of handles, in the plan's order and narrowed to what this rank keeps, each with the
+gets the plan and returns a context manager of a ``run.Reader``. Its ``read(jobs)`` is called with
+an iterator of handles, in the plan's order and narrowed to what this rank keeps, each with the
 destination that it must have filled when ``read`` returns.
 """
 
