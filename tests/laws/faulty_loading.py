@@ -86,7 +86,7 @@ def by_first_component(find: Any, table: Any, name: str) -> Any:
     route, rest = find(table, name)
     component, _, below = name.partition(".")
     inner = table.get(f"{component}.")
-    ends = [*inner.values()] if route is None and isinstance(inner, dict) else []
+    ends = [*inner.values()] if rest == name and isinstance(inner, dict) else []
     if ends and all(isinstance(each, Child) for each in ends):
         return ends[0], below.partition(".")[2]
     return route, rest

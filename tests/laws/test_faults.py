@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from vllm_module import testing
-from vllm_module.core import fit, planner, run
+from vllm_module.core import fit, given, run
 
 TABLE = runpy.run_path(str(Path(__file__).with_name("faults.py")))
 FAULTS = TABLE["FAULTS"]
@@ -65,7 +65,7 @@ def test_a_fault_is_taken_back() -> None:
     """After a fault every class and every module that imported a function has the right one."""
 
     def names() -> dict[str, Any]:
-        return {"function": fit.misfit, "imported": planner.find, **vars(run.Run)}
+        return {"function": fit.misfit, "imported": given.find, **vars(run.Run)}
 
     right = names()
     for where in ("core.fit:misfit", "core.routes:find", "core.run:Run.fill"):
