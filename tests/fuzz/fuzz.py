@@ -32,7 +32,7 @@ def main() -> None:
     torch.set_num_threads(1)
     check = KINDS[kind]
     mutations = runpy.run_path(str(HERE / "mutate.py"))
-    is_json = kind in ("config", "manifest", "quant_state")
+    is_json = kind in ("config", "layout", "manifest", "quant_state")
     mutate = mutations["mutate_json" if is_json else f"mutate_{kind}"]
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
 

@@ -7,6 +7,7 @@ unexpected exception, if the bytes broke something.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
@@ -14,6 +15,9 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
+from itertools import product
+from operator import mul
 from pathlib import Path
 
 import numpy
@@ -24,6 +28,7 @@ from vllm_module.build.model_source import read_config
 from vllm_module.build.registry import model_class, supported_architectures
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
+from vllm_module.layout import parse_layout
 from vllm_module.quantization.quant_state import LONGEST, QuantState
 from vllm_module.weights import Checkpoint, open_checkpoint
 from vllm_module.weights.handle import FileHandle
@@ -32,6 +37,7 @@ from vllm_module.weights.header import DTYPES
 # Separates the index and the files a.safetensors and b.safetensors of a folder.
 CUT = b"\n---\n"
 MOST_WORDS = 4000
+MOST_ELEMENTS = 1 << 14  # of a layout that is compared with its elements, one by one
 
 # These read what other packages announce, and import transformers, outside of the watched folder.
 supported_architectures()
@@ -142,6 +148,46 @@ def check_manifest(folder: Path, data: bytes) -> None:
             pass
     except CheckpointFormatError as error:
         _check_words(error)
+
+
+def check_layout(folder: Path, data: bytes) -> None:
+    """Check ``data`` as a layout, with the digest of its entries: it is refused, or covers all."""
+    try:
+        value = json.loads(data)
+        assert isinstance(value, dict)
+        value.pop("sha256", None)
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+        data = json.dumps({**value, "sha256": sha256(text.encode()).hexdigest()}).encode()
+    except (ValueError, AssertionError, RecursionError):
+        pass  # parsed as it is
+    try:
+        layout = parse_layout(data)
+    except CheckpointFormatError as error:
+        _check_words(error)
+        return
+    sizes = [(entry.experts or (0, 1))[1] * math.prod(entry.shape) for entry in layout.tensors]
+    if layout.ranks * sum(sizes) > MOST_ELEMENTS:  # too many to be written out
+        return
+    filled: dict[tuple[int, str], list[int]] = {}
+    for name, entry, expert in layout.names():
+        numel = math.prod(entry.shape)
+        held = set[int]()
+        for ranks, box in layout.held_by(entry, expert):
+            view = box.view or entry.shape
+            places = torch.arange(numel).reshape(view)
+            for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+                places = places.narrow(dim, start, size)
+            held |= set(places.flatten().tolist())
+            steps = (map(range, box.held.shape), box.held.strides)
+            values = [
+                box.held.offset + sum(map(mul, index, steps[1])) for index in product(*steps[0])
+            ]
+            for rank in ranks if entry.tied_to is None else ():
+                filled.setdefault((rank, entry.parameter), []).extend(values)
+        same = [e for e in layout.tensors if e.name == entry.name and e.experts == entry.experts]
+        assert len(held) == numel or len(same) > 1, name
+    for (rank, path), places in filled.items():
+        assert len(set(places)) == len(places), (rank, path)
 
 
 def check_quant_state(folder: Path, data: bytes) -> None:
@@ -276,6 +322,7 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "npcache": check_npcache,
     "gguf": check_gguf,
     "dcp": check_dcp,
+    "layout": check_layout,
     "manifest": check_manifest,
     "quant_state": check_quant_state,
     "http": runpy.run_path(str(Path(__file__).with_name("http_answers.py")))["check_http"],
