@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import LLM, SamplingParams
+from vllm_module import LLM, ModelConfig, SamplingParams
 from vllm_module.core.digests import ModelDigest
 from vllm_module.errors import ModelNotReadyError, WeightReadError
+from vllm_module.export.sharded_state import shard
 from vllm_module.testing import random_weights
 
 CONFIG = {
@@ -111,3 +112,10 @@ def test_an_update_is_compared_with_the_digests_it_should_have(folder: Path) -> 
             llm.generate([[1, 2]])
         llm.update_weights(weights, digests=digests)
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].outputs
+
+
+def test_a_sharded_state_has_the_digest_of_its_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Files that are cut for two ranks, fused and padded hold the same elements."""
+    shard(ModelConfig(model=str(folder)), 2, tmp_path / "sharded")
+    found = digest(engine(tmp_path / "sharded", tensor_parallel_size=2))
+    assert found.differences(stored(folder)) == []
