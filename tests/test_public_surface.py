@@ -79,7 +79,7 @@ LLM.score(self, data_1, data_2, /, *, pooling_params=None, truncate=False, use_t
 LLM.rerank(self, query, documents, *, top_n=None, **options)
 LLM.apply_model(self, func)
 LLM.reset_prefix_cache(self, reset_running_requests=False, reset_connector=False)
-LLM.update_weights(self, weights)
+LLM.update_weights(self, weights, *, digests=None)
 LLM.sleep(self, level=1, **options)
 LLM.wake_up(self, tags=None)
 LLM.reload_weights(self)

@@ -270,7 +270,7 @@ def interrupt(directory: Path) -> None:
 def planning_one_fails(directory: Path, rank: int) -> Any:
     """Let rank 1 fail before it has a plan, when the others wait for what it will read."""
     if rank == 1:
-        Planner.plan = lambda planner: fail(directory)  # type: ignore[assignment, method-assign]
+        Planner.plan = lambda planner, **_: fail(directory)  # type: ignore[assignment, method-assign]
     load(str(directory.parent / "case dense"), True)
     return "loaded"
 
