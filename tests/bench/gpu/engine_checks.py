@@ -68,7 +68,7 @@ def check_tokens(test: Callable[..., None], device: Gpu, folder: Path) -> None:
     def compare(path: Path, dtype: torch.dtype, eager: bool) -> dict[str, float]:
         with engine(path, device.name, dtype=dtype, enforce_eager=eager) as llm:
             found = generated(llm)
-            in_pieces = llm.executor.worker.runner._pieces.sizes
+            in_pieces = getattr(llm.executor.worker.runner._pieces, "sizes", [])
         if not device.dry:  # prompts are computed in steps of up to 32 tokens
             assert in_pieces == ([] if eager else [16, 32]), f"graphs in pieces of {in_pieces}"
         sequences = [sequence for sequence, _ in found]
