@@ -102,7 +102,7 @@ def measure(name: str) -> Iterator[tuple[str, float]]:
     """Yield CPU seconds of each step and the memory that they took."""
     tp_size, ep_size, config, tensors = CASES[name]
     regions = {
-        name: Region(name, torch.Size(shape), whole(torch.Size(shape)), _DTYPES[dtype])
+        name: Region.within(name, torch.Size(shape), whole(torch.Size(shape)), _DTYPES[dtype])
         for name, (dtype, shape) in tensors().items()
     }
     with tempfile.TemporaryDirectory() as folder:

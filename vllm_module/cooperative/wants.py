@@ -118,7 +118,8 @@ def regions_of(plan: LoadPlan, names: Mapping[int, str]) -> Iterator[tuple[str, 
         if isinstance(weight, torch.Tensor | TensorHandle):
             continue
         name = names.get(id(weight), "")
-        region = Region(name, weight.shape, whole(weight.shape) if name else (), weight.dtype)
+        box = whole(weight.shape) if name else ()
+        region = Region.within(name, weight.shape, box, weight.dtype)
         if fill.tied_to is not None:  # it is compared before the others are read
             yield name, []
         elif name:

@@ -58,7 +58,7 @@ class _Stored(Region):
     """A region that stands for a handle whose tensor can be viewed in another shape."""
 
     def view(self, shape: torch.Size) -> _Stored:
-        return _Stored(self.name, shape, whole(shape), self.dtype)
+        return _Stored(self.name, shape, whole(shape), self.dtype, shape)
 
 
 def layout_of_fills(
@@ -79,7 +79,7 @@ def layout_of_fills(
             box = None if sizes == weight.sizes else weight.box
             sizes = weight.sizes
         elif isinstance(weight, FileHandle) and weight.whole is not None:
-            name, sizes, box, _ = weight.region
+            name, sizes, box, _, _ = weight.region
         elif isinstance(weight, torch.Tensor) and name not in report.loaded[location.path]:
             absent.append((name, slot, weight, location))  # the layer fills it by itself
             continue
@@ -262,7 +262,7 @@ class _Layouts:
         tensor = location.tensor
         conversion = location.conversion
         siblings = location.node.module
-        stored = _Stored(part.name, part.sizes, part.box or whole(part.sizes), part.dtype)
+        stored = _Stored.within(part.name, part.sizes, part.box or whole(part.sizes), part.dtype)
         if not is_typed(tensor):
             held = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
             start, size = zip(*stored.box, strict=True) if stored.box else ((), ())

@@ -224,7 +224,7 @@ class FileHandle:
             if self._strides[dim]:
                 starts[dim], left = divmod(left, self._strides[dim])
         box = tuple(zip(starts, self.shape, strict=True))
-        return Region(self.name, tensor.shape, box, self.dtype)
+        return Region(self.name, tensor.shape, box, self.dtype, self.shape)
 
     def view(self, shape: torch.Size) -> FileHandle:
         """Return a handle of the same elements, in the same order, with another shape.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # start and length in each dimension
 
@@ -47,6 +50,7 @@ class Region(NamedTuple):
         sizes: of the whole tensor.
         box: the region of it.
         dtype: of the stored elements.
+        shape: of the region. It is asked for several times a name, so it is no property.
 
     """
 
@@ -54,22 +58,26 @@ class Region(NamedTuple):
     sizes: torch.Size
     box: Box
     dtype: torch.dtype
+    shape: torch.Size
 
     @classmethod
     def of(cls, name: str, weight: Any) -> Region:
         """Return the region that is all of a tensor or handle."""
-        return cls(name, weight.shape, whole(weight.shape), weight.dtype)
+        return cls(name, weight.shape, whole(weight.shape), weight.dtype, weight.shape)
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape after narrowing."""
-        return torch.Size([length for _, length in self.box])
+    @classmethod
+    def within(cls, name: str, sizes: torch.Size, box: Box, dtype: torch.dtype) -> Self:
+        """Return the region ``box`` of a tensor of ``sizes``."""
+        return cls(name, sizes, box, dtype, torch.Size([length for _, length in box]))
 
     def narrow(self, dim: int, start: int, length: int) -> Region:
         """Keep ``length`` entries of ``dim`` from ``start`` on, as ``torch.narrow`` does."""
         dim %= len(self.box)
         kept = self.box[dim][0] + start, length
-        return self._replace(box=(*self.box[:dim], kept, *self.box[dim + 1 :]))
+        return self._replace(
+            box=(*self.box[:dim], kept, *self.box[dim + 1 :]),
+            shape=torch.Size((*self.shape[:dim], length, *self.shape[dim + 1 :])),
+        )
 
     def read_into(self, destination: torch.Tensor) -> NoReturn:
         """Raise ``TypeError``: a plan can be made with regions, and a load needs handles."""
