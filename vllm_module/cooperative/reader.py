@@ -14,7 +14,7 @@ from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import Destination, Handle, Readers, TensorHandle, read_into
 from vllm_module.weights.handle import read_together
-from vllm_module.weights.region import Box, Region, narrowed, overlap, volume, whole
+from vllm_module.weights.region import Box, Region, narrow_to, overlap, volume, whole
 
 
 class SharedReader:
@@ -94,9 +94,9 @@ class SharedReader:
         for batch, group in groupby(overlaps, _batch_of):
             buffer = self._ring.take(batch)
             for chunk, box in group:
-                source = narrowed(chunk.view(buffer), box, chunk.box)
+                source = narrow_to(chunk.view(buffer), box, chunk.box)
                 try:
-                    read_into(source, narrowed(target, box, region.box))
+                    read_into(source, narrow_to(target, box, region.box))
                 except WeightReadError as error:  # of a cast that loses a value
                     raise WeightReadError(f"{printable_name(region.name)}: {error}") from None
                 self.taken += source.nbytes
@@ -116,7 +116,7 @@ class SharedReader:
         def jobs() -> Iterator[tuple[Handle, torch.Tensor]]:
             for chunk in own:
                 handle = self._handles[chunk.name]
-                yield narrowed(handle, chunk.box, whole(handle.shape)), chunk.view(buffer)
+                yield narrow_to(handle, chunk.box, whole(handle.shape)), chunk.view(buffer)
                 self._ring.moved()
 
         read_together(jobs())  # a store is asked for all of them at once

@@ -34,7 +34,7 @@ def overlap(one: Box, other: Box) -> Box | None:
     return tuple(common)
 
 
-def narrowed(weight: Any, box: Box, of: Box) -> Any:
+def narrow_to(weight: Any, box: Box, of: Box) -> Any:
     """Narrow ``weight``, which is the region ``of`` its tensor, to ``box``."""
     for dim, ((start, length), (first, size)) in enumerate(zip(box, of, strict=True)):
         if length != size:
