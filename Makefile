@@ -19,7 +19,8 @@ demo: .venv/demo.stamp  ## train a small checkpoint, load it, generate text, ref
 test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
-laws: .venv/dev.stamp  ## check each law of loading on EXAMPLES=200 cases, and faults
+laws: .venv/dev.stamp  ## check each law of loading on EXAMPLES=200 cases, and faults; and what tests do in part
+	AT_LENGTH=1 $(BIN)/pytest -q -n 2 tests/kernels/test_compiled.py
 	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),200)
 
 lint: .venv/dev.stamp  ## check style, formatting and types

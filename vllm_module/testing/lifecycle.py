@@ -28,6 +28,8 @@ from vllm_module.testing.checkpoints import (
 )
 from vllm_module.testing.sources import failing_reads, failing_stream
 
+_CONTAINERS = list, dict, set
+
 
 @law
 def assert_pure(case: Case) -> None:
@@ -68,7 +70,13 @@ def assert_pure(case: Case) -> None:
     for name, tensor in tensors.items():
         assert not vars(tensor), f"the checkpoint's {name} now carries {sorted(vars(tensor))}"
     after = _surroundings(module)
-    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+    changed = sorted(
+        f"{where}{name}"
+        for where in before | after
+        if (old := before.get(where, {})) != (new := after.get(where, {}))
+        for name in old | new
+        if old.get(name) != new.get(name)
+    )
     assert not changed, f"loading changed {', '.join(changed)}"
     started = [each.name for each in set(threading.enumerate()) - running]
     assert not started, f"loading left threads: {', '.join(started)}"
@@ -92,34 +100,40 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return type(tensor), tensor.dtype, tensor.stride(), tensor.requires_grad
 
 
-def _surroundings(module: nn.Module) -> dict[str, object]:
-    """Return, by name, the settings, attributes and globals that a load must not change."""
-    surroundings: dict[str, object] = {
-        "garbage collection": gc.isenabled(),
-        "grad mode": torch.is_grad_enabled(),
-        "torch's threads": torch.get_num_threads(),
-        "torch's random state": torch.get_rng_state().numpy().tobytes(),
-        "the default dtype": torch.get_default_dtype(),
+def _surroundings(module: nn.Module) -> dict[str, dict[str, object]]:
+    """Return the settings, attributes and globals that a load must not change, by where they are.
+
+    Where they are is the beginning of their names in a message.
+    """
+    surroundings: dict[str, dict[str, object]] = {
+        "": {
+            "garbage collection": gc.isenabled(),
+            "grad mode": torch.is_grad_enabled(),
+            "torch's threads": torch.get_num_threads(),
+            "torch's random state": torch.get_rng_state().numpy().tobytes(),
+            "the default dtype": torch.get_default_dtype(),
+        },
+        "attributes of ": {
+            path or "the module": set(vars(each)) for path, each in module.named_modules()
+        },
     }
-    for path, each in module.named_modules():
-        surroundings[f"attributes of {path or 'the module'}"] = set(vars(each))
     owners = {name for each in module.modules() for name in (type(each).__module__,)}
     for name, python_module in list(sys.modules.items()):
         framework = name.startswith("vllm_module.") and not name.startswith("vllm_module.testing")
         if framework or (name in owners and not name.startswith("torch")):
-            surroundings |= _contents(name, vars(python_module))
+            surroundings[f"{name}."] = _contents(vars(python_module))
     for cls in {type(each) for each in module.modules()}:
         if not cls.__module__.startswith("torch"):
-            surroundings |= _contents(f"{cls.__module__}.{cls.__qualname__}", dict(vars(cls)))
+            surroundings[f"{cls.__module__}.{cls.__qualname__}."] = _contents(dict(vars(cls)))
     return surroundings
 
 
-def _contents(where: str, names: dict[str, object]) -> dict[str, object]:
-    """Return the identity and length of every value in a namespace."""
+def _contents(names: dict[str, object]) -> dict[str, object]:
+    """Return the identity, and the length where it can change, of every value in a namespace."""
     return {
-        f"{where}.{name}": (id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        name: (id(value), len(value)) if isinstance(value, _CONTAINERS) else id(value)
         for name, value in list(names.items())
-        if not name.startswith("__")
+        if name[:2] != "__"
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import product
@@ -94,10 +95,12 @@ def candidates_of_attention(launch: Callable[[], object]) -> dict[str, list[str]
     return found
 
 
-def compile_candidates(launch: Callable[[], object], capability: int) -> Iterator[dict[str, Any]]:
-    """Compile the kernels of ``launch`` by every candidate but the first."""
+def compile_candidates(
+    launch: Callable[[], object], capability: int, pattern: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Compile the kernels of ``launch`` by every candidate but the first whose name matches."""
     for kernel, names in candidates_of_attention(launch).items():
-        for name in names[1:]:
+        for name in filter(re.compile(pattern).search, names[1:]):
             done: list[Compiled] = []
 
             def note(jit: JITFunction, *rest: Any, done: Any = done, kernel: Any = kernel) -> None:

@@ -32,16 +32,19 @@ ROWS: dict[str, tuple[Callable[[], object], str]] = {
     "int4 product, 16 tokens, GPTQ": (products.packed(16, "gptq"), "_multiply_packed"),
     "int4 product, 16 tokens, AWQ": (products.packed(16, "awq"), "_multiply_packed"),
 }
+SHORT = "decode, bf16", "prefill, bf16", "FP8 product, 512 tokens"
 HEAD = (
     "| kernel | registers | blocks an SM | tiles ahead | conversions | narrow loads and stores "
     "| matrix instructions |"
 )
 
 
-def rows() -> list[str]:
-    """Return the lines of the table, for compute capability 9.0."""
+def rows(*, short: bool) -> list[str]:
+    """Return the lines of the table, for compute capability 9.0; if ``short``, some of them."""
     lines = [HEAD, f"|{'---|' * (HEAD.count('|') - 1)}"]
     for name, (launch, kernel) in ROWS.items():
+        if short and name not in SHORT:
+            continue
         found: list[Code] = []
 
         def note(
