@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
@@ -105,8 +106,12 @@ def test_a_weight_stored_transposed_is_cut_rightly_and_never_quantized() -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fc(x)
 
+    before = settings.get_current_profile_name()
+    settings.register_profile("few", settings.get_profile(before), max_examples=4)
+    settings.load_profile("few")
     for law in LAWS:
         law(Model, inner=st.integers(1, 4), inputs=lambda model: (torch.ones(2, 8),))
+    settings.load_profile(before)
     weights = {"fc.weight": torch.rand(8, 8), "fc.bias": torch.rand(8)}
     model = Model(8)
     model.load_weights(weights)
