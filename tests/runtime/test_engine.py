@@ -904,3 +904,84 @@ def test_an_abort_keeps_samples_that_have_ended() -> None:
     setup.engine.abort("two")
     assert [sequence.finish_reason for sequence in request.sequences] == ["stop", "abort"]
     setup.assert_all_free()
+
+
+def swapped_out(setup: Setup, count: int, output: int) -> list[Request]:
+    """Return requests of which one at least is in host memory."""
+    requests = [setup.engine.add(str(index), [index] * 7, greedy(output)) for index in range(count)]
+    for _ in range(200):
+        if any(request.sequences[0].host_pages for request in requests):
+            return requests
+        setup.engine.step()
+    raise AssertionError("no sequence was swapped out")
+
+
+def test_a_failed_step_frees_pages_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that are in host memory when all requests end leave nothing there."""
+    setup = Setup(num_pages=8, host_pages=20, prefix_caching=False, max_num_batched_tokens=100)
+    swapped_out(setup, 4, 16)
+
+    def broken(inputs: StepInputs) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(setup.engine, "execute", broken)
+    with pytest.raises(KeyboardInterrupt):
+        setup.engine.step()
+    setup.assert_all_free()
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_a_swapped_sequence_is_admitted_once_its_pages_fit(window: int | None) -> None:
+    """It needs those it holds, and one where its next token begins a page; not those it passed."""
+    setup = Setup(
+        num_pages=16,
+        size=2,
+        host_pages=99,
+        prefix_caching=False,
+        max_num_batched_tokens=100,
+        window=window,
+    )
+    requests = swapped_out(setup, 8 if window else 4, 20)
+    returned = 0
+    while setup.engine.requests:
+        waiting = setup.scheduler.waiting[:1]
+        held = [each for each in waiting if each.host_pages]
+        free, preemptions = setup.pool.free_pages, setup.scheduler.preemptions
+        growing = [s for s in setup.scheduler.running if len(s.tokens) > s.num_writable]
+        setup.engine.step()
+        if held and setup.scheduler.preemptions == preemptions:
+            (sequence,) = held
+            grown = setup.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
+            needed = sum(page >= 0 for page in sequence.pages) + grown
+            if free - len(growing) >= needed + 1:
+                assert not sequence.host_pages, "it fits, and still waits"
+                returned += 1
+    assert returned
+    for index, request in enumerate(requests):
+        assert request.sequences[0].output == expected([index] * 7, 20, window)
+
+
+def test_a_prompt_counts_once_however_many_samples_it_has() -> None:
+    """Of tokens that were computed or cached, too; each sample's own tokens count."""
+    setup = Setup(num_pages=40, max_num_batched_tokens=100)
+    for index, n in enumerate((1, 3, 2)):
+        setup.engine.add(str(index), [1] * 10, greedy(5, n=n))
+        setup.run()
+    totals = setup.engine.totals
+    assert (totals.prompt_tokens, totals.cached_tokens) == (3 * 10, 2 * 8)
+    assert totals.generation_tokens == (1 + 3 + 2) * 5
+
+
+def test_parameters_are_those_of_the_arrival() -> None:
+    """Whatever a caller does to its lists and mappings afterwards."""
+    given = SamplingParams(
+        stop_token_ids=[3], allowed_token_ids=[1, 2, 3], logit_bias={1: 1.0}, max_tokens=4
+    )
+    before = given.model_dump()
+    request = Setup(num_pages=20).engine.add("one", [1, 2], given)
+    for name in SamplingParams.model_fields:
+        value = getattr(given, name)
+        if isinstance(value, list | dict | set):
+            value.clear()
+    assert given.model_dump() != before, "nothing was changed"
+    assert request.params.model_dump() == before
