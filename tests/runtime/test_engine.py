@@ -931,34 +931,21 @@ def test_a_failed_step_frees_pages_of_the_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("window", [None, 3, 6])
-def test_a_swapped_sequence_is_admitted_once_its_pages_fit(window: int | None) -> None:
-    """It needs those it holds, and one where its next token begins a page; not those it passed."""
-    setup = Setup(
-        num_pages=16,
-        size=2,
-        host_pages=99,
-        prefix_caching=False,
-        max_num_batched_tokens=100,
-        window=window,
-    )
-    requests = swapped_out(setup, 8 if window else 4, 20)
-    returned = 0
-    while setup.engine.requests:
-        waiting = setup.scheduler.waiting[:1]
-        held = [each for each in waiting if each.host_pages]
-        free, preemptions = setup.pool.free_pages, setup.scheduler.preemptions
-        growing = [s for s in setup.scheduler.running if len(s.tokens) > s.num_writable]
+@pytest.mark.parametrize("length", [18, 19, 20, 21])
+def test_a_swapped_sequence_is_admitted_once_its_pages_fit(window: int | None, length: int) -> None:
+    """It needs the pages that it holds and those of its next tokens, not those that it passed."""
+    setup = Setup(num_pages=16, size=2, host_pages=16, prefix_caching=False, window=window)
+    (sequence,) = setup.engine.add("one", [1] * 7, greedy(25)).sequences
+    while len(sequence.tokens) < length:
         setup.engine.step()
-        if held and setup.scheduler.preemptions == preemptions:
-            (sequence,) = held
-            grown = setup.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
-            needed = sum(page >= 0 for page in sequence.pages) + grown
-            if free - len(growing) >= needed + 1:
-                assert not sequence.host_pages, "it fits, and still waits"
-                returned += 1
-    assert returned
-    for index, request in enumerate(requests):
-        assert request.sequences[0].output == expected([index] * 7, 20, window)
+    setup.scheduler._preempt(sequence, Step())
+    passed = sequence.pages.count(-1)
+    assert (passed > 3) == (window is not None)
+    needed = -(-length // 2) - passed
+    taken = setup.pool.allocate(setup.pool.free_pages - needed + 1)
+    assert not setup.scheduler.schedule().scheduled
+    setup.pool.free(taken[:1])
+    assert setup.scheduler.schedule().scheduled == [(sequence, 1)]
 
 
 def test_a_prompt_counts_once_however_many_samples_it_has() -> None:
