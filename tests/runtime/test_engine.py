@@ -972,3 +972,17 @@ def test_parameters_are_those_of_the_arrival() -> None:
             value.clear()
     assert given.model_dump() != before, "nothing was changed"
     assert request.params.model_dump() == before
+
+
+def test_a_preemption_leaves_the_time_of_the_first_admission() -> None:
+    """A request waited until then, and not until it was admitted again."""
+    setup = Setup(num_pages=8, prefix_caching=False, max_num_batched_tokens=100)
+    requests = [setup.engine.add(str(index), [index] * 7, greedy(16)) for index in range(4)]
+    first: dict[str, float] = {}
+    while setup.engine.requests:
+        setup.engine.step()
+        for each in requests:
+            if each.metrics.scheduled_ts:
+                first.setdefault(each.request_id, each.metrics.scheduled_ts)
+    assert max(each.metrics.num_preemptions for each in requests) > 0
+    assert {each.request_id: each.metrics.scheduled_ts for each in requests} == first

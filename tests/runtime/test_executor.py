@@ -35,7 +35,7 @@ from vllm_module.kernels.matmul import linear
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks import executor as executors
-from vllm_module.runtime.ranks import processes
+from vllm_module.runtime.ranks import group, processes
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -565,6 +565,28 @@ def test_what_a_worker_raises_in_a_step_is_raised(
     printed = capfd.readouterr().err
     assert printed.count("Traceback") == 1
     assert "model_runner.py" in printed
+
+
+def test_a_message_of_any_length_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has room for so many bytes: as many are sent, the first ones of a longer message."""
+    sent: list[bytes] = []
+
+    class Sent:
+        def wait(self, limit: Any) -> None: ...
+
+    def isend(memory: torch.Tensor, **options: Any) -> Sent:
+        sent.append(bytes(memory.tolist()))
+        return Sent()
+
+    monkeypatch.setattr(group.dist, "isend", isend)
+    ranks = object.__new__(group.Ranks)
+    ranks.control = None
+    room = group._LAST_WORDS
+    for length in (0, 1, *range(room // 3 - 6, room // 3), 2000):
+        ranks._send_last_words(ValueError("路" * length))  # three bytes each
+        text = f"!ValueError{': ' if length else ''}{'路' * length}".encode()
+        assert sent[-1] == text[:room].ljust(room, b"\0")
+    assert len(text) > room
 
 
 @pytest.mark.parametrize("ended", [2], indirect=True)
