@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_module import ModelConfig, get_model, tensor_parallel
 from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.cli.commands.plan import parse_size
 from vllm_module.cli.output import grouped
-from vllm_module.cli.rank_plan import plan_ranks
+from vllm_module.cli.rank_plan import RankPlan, plan_ranks
 from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, tensor_rows
-from vllm_module.core.report import fold
+from vllm_module.core.report import LoadReport, fold
 from vllm_module.distributed import run_ranks
 from vllm_module.hf_config import HFConfig
 from vllm_module.parameters import BasevLLMParameter
@@ -161,6 +163,18 @@ def test_the_kv_cache_is_that_of_the_engine(run: Run, folder: Path, kv_dtype: st
     cache = KVCache(source.build(torch.device("cpu")), 3, 16, torch.device("cpu"), dtype)
     assert rank["kv_cache_bytes"] == cache.nbytes
     assert rank["needed_bytes"] == rank["device_bytes"] + cache.nbytes
+
+
+@given(st.integers(0, 1000), st.integers(1, 99), st.integers(0, 500), st.integers(0, 4000))
+def test_as_many_tokens_fit_as_are_said_to(
+    weights: int, page: int, state: int, memory: int
+) -> None:
+    """One token more than ``kv_cache_tokens`` needs more memory, also beside states."""
+    nothing: Any = None
+    rank = RankPlan(0, [], LoadReport(), 0, weights, {}, 0, page, state, 0.0, {}, nothing)
+    tokens = rank.kv_cache_tokens(memory)
+    assert rank.needed_bytes(tokens + 1) > memory
+    assert tokens == 0 or rank.needed_bytes(tokens) <= memory
 
 
 def test_what_does_not_fit(run: Run, folder: Path) -> None:

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from vllm_module import vLLMModule
+from vllm_module.core import digests
 from vllm_module.core.digests import ModelDigest, digest_of
 from vllm_module.core.layout_of import layout_of_module
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import WeightReadError
-from vllm_module.kernels.digest.digest import digest_box
+from vllm_module.kernels.digest.digest import Digest, digest_box
 from vllm_module.layers import (
     ColumnParallelLinear,
     FusedMoE,
@@ -374,3 +375,17 @@ def test_shards_of_fsdp_in_processes_add_up(tmp_path: Path) -> None:
         parts = [rank[name] for rank in ranks if rank[name]]
         sums = tuple(sum(part[at] for part in parts) % 2**64 for at in range(2))
         assert sums == digest.sums, name
+
+
+@pytest.mark.parametrize("piece", [1, 7, 8, 20, 1 << 20])
+def test_boxes_of_a_view_are_counted_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of a piece, boxes add up to the digest of the whole tensor."""
+    monkeypatch.setattr(digests, "_PIECE", piece)
+    whole = torch.randn(4, 12)
+    viewed = whole.view(6, 2, 4)
+    total = Digest(whole.dtype, (4, 12))
+    for first in (0, 3):
+        for at in (0, 1):
+            box = viewed[first : first + 3, at : at + 1]
+            total += digests._of_elements(box, (first, at, 0), (6, 2, 4), (4, 12))
+    assert total == digest_box(whole)

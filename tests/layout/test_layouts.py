@@ -28,8 +28,17 @@ from vllm_module.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from vllm_module.layout import Layout, parse_layout
-from vllm_module.layout.layout_file import layout_json
+from vllm_module.layout import (
+    HeldBox,
+    HeldParameter,
+    Layout,
+    Partition,
+    RankBoxes,
+    StoredTensorLayout,
+    Strided,
+    parse_layout,
+)
+from vllm_module.layout.layout_file import layout_json, problems
 from vllm_module.quantization import ONLINE, EightBitMethod
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.region import Region
@@ -283,6 +292,26 @@ def test_any_number_that_is_off_by_one_is_refused() -> None:
     assert len(missed) < len(paths) / 10
 
 
+def test_a_parameter_of_another_shape_is_refused() -> None:
+    """Each parameter by itself, though the tensors of several are cut alike."""
+
+    def build() -> nn.Module:
+        layer = vLLMModule()
+        layer.one, layer.two, layer.three = (RowParallelLinear(8, 4, bias=False) for _ in range(3))
+        return layer
+
+    text = layout_json(layout_of(build, 2))
+    paths = [f"layer.{name}.weight" for name in ("one", "two", "three")]
+    for path in paths:
+        value = json.loads(text)
+        assert len({each["partition"] for each in value["tensors"]}) == 1
+        value["shapes"].append([[[0, 1], [4, 3]]])
+        value["parameters"][path]["shapes"] = len(value["shapes"]) - 1
+        with pytest.raises(CheckpointFormatError, match="of 12 values are filled") as caught:
+            parse_layout(resealed(value))
+        assert path in str(caught.value)
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "vllm-module layout' in version 1": lambda value: value.update(version=2),
     "expected format": lambda value: value.update(format="other"),
@@ -373,3 +402,32 @@ def test_the_ranges_of_a_rank_are_all_that_it_needs(tmp_path: Path, gap: int | N
             whole.load_weights(weights)
             for name, tensor in one.state_dict().items():
                 assert torch.equal(tensor, whole.state_dict()[name]), f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize("packed", [1, 2, 8])
+def test_owners_of_an_element_of_any_expert(packed: int) -> None:
+    """Each element is counted by hand: experts in their order, and values in their elements."""
+    rows, columns, experts, ranks = 3, 16, 4, 2
+    of_rank = experts // ranks
+    numel = rows * columns
+    place = Strided(numel, (rows, columns), (columns, 1), 2 * numel, packed)
+    box = HeldBox((0, 0), (rows, columns), place)
+    held = tuple(RankBoxes((at,), (box,), (at * of_rank, of_rank)) for at in range(ranks))
+    layout = Layout(
+        "vllm-module layout",
+        1,
+        "Model",
+        ranks,
+        {"w": HeldParameter("int32", 0)},
+        (((tuple(range(ranks)), (of_rank, 2 * rows, columns // packed)),),),
+        (Partition(held),),
+        (StoredTensorLayout("{expert}.w", (rows, columns), "int32", "w", 0, None, (0, experts)),),
+    )
+    assert not list(problems(layout))
+    whole = torch.arange(of_rank * 2 * numel).view(of_rank, 2 * rows, columns)
+    for expert in range(experts):
+        for row in range(rows):
+            for column in range(columns):
+                (owner,) = layout.owners(f"{expert}.w", [row, column])
+                value = int(whole[expert % of_rank, rows + row, column])
+                assert owner == (expert // of_rank, "w", Strided(value // packed, (), ()))

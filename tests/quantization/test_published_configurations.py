@@ -79,3 +79,17 @@ def test_a_layer_of_gptqmodel_is_left_out_where_it_says_so(
     assert rules is not None
     found = [rules.rule_of(f"model.layers.0.mlp.{name}_proj")[1] for name in ("up", "down")]
     assert [getattr(method, "bits", None) for method in found] == [bits, 4]
+
+
+def test_each_group_may_have_a_format_of_its_own() -> None:
+    """``mixed-precision`` is no format: each group of compressed-tensors says its own."""
+    eight = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {
+        "group_0": {"targets": ["re:.*mlp.*"], "weights": _INT4, "format": "pack-quantized"},
+        "group_1": {"targets": ["re:.*attn.*"], "weights": eight, "format": "float-quantized"},
+    }
+    mixed = rules_for(None, {**_PACKED, "format": "mixed-precision", "config_groups": groups})
+    for name, form in (("group_0", "pack-quantized"), ("group_1", "float-quantized")):
+        alone = {key: value for key, value in groups[name].items() if key != "format"}
+        one = rules_for(None, {**_PACKED, "format": form, "config_groups": {name: alone}})
+        assert one.rules[-1] in mixed.rules

@@ -168,11 +168,13 @@ def test_files_beside_the_configuration_say_the_same(
     tmp_path: Path, file: str, quantization: dict[str, Any], old: dict[str, Any]
 ) -> None:
     """What AutoGPTQ and AutoAWQ wrote first is read as the entry that they write now."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (tmp_path / file).write_text(json.dumps(old))
-    given = read_entries(tmp_path, {})["quantization_config"]
-    found, expected = rules_for(None, given), rules_for(None, quantization)
-    assert found == expected
+    for absent in ({}, {"quantization_config": None}):
+        entries = {"architectures": ["LlamaForCausalLM"], **absent}
+        (tmp_path / "config.json").write_text(json.dumps(entries))
+        given = read_entries(tmp_path, {})["quantization_config"]
+        found, expected = rules_for(None, given), rules_for(None, quantization)
+        assert found == expected
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"now": 1}}))
     assert read_entries(tmp_path, {})["quantization_config"] == {"now": 1}  # which goes before
 

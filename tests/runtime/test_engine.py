@@ -904,3 +904,85 @@ def test_an_abort_keeps_samples_that_have_ended() -> None:
     setup.engine.abort("two")
     assert [sequence.finish_reason for sequence in request.sequences] == ["stop", "abort"]
     setup.assert_all_free()
+
+
+def swapped_out(setup: Setup, count: int, output: int) -> list[Request]:
+    """Return requests of which one at least is in host memory."""
+    requests = [setup.engine.add(str(index), [index] * 7, greedy(output)) for index in range(count)]
+    for _ in range(200):
+        if any(request.sequences[0].host_pages for request in requests):
+            return requests
+        setup.engine.step()
+    raise AssertionError("no sequence was swapped out")
+
+
+def test_a_failed_step_frees_pages_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that are in host memory when all requests end leave nothing there."""
+    setup = Setup(num_pages=8, host_pages=20, prefix_caching=False, max_num_batched_tokens=100)
+    swapped_out(setup, 4, 16)
+
+    def broken(inputs: StepInputs) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(setup.engine, "execute", broken)
+    with pytest.raises(KeyboardInterrupt):
+        setup.engine.step()
+    setup.assert_all_free()
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+@pytest.mark.parametrize("length", [18, 19, 20, 21])
+def test_a_swapped_sequence_is_admitted_once_its_pages_fit(window: int | None, length: int) -> None:
+    """It needs the pages that it holds and those of its next tokens, not those that it passed."""
+    setup = Setup(num_pages=16, size=2, host_pages=16, prefix_caching=False, window=window)
+    (sequence,) = setup.engine.add("one", [1] * 7, greedy(25)).sequences
+    while len(sequence.tokens) < length:
+        setup.engine.step()
+    setup.scheduler._preempt(sequence, Step())
+    passed = sequence.pages.count(-1)
+    assert (passed > 3) == (window is not None)
+    needed = -(-length // 2) - passed
+    taken = setup.pool.allocate(setup.pool.free_pages - needed + 1)
+    assert not setup.scheduler.schedule().scheduled
+    setup.pool.free(taken[:1])
+    assert setup.scheduler.schedule().scheduled == [(sequence, 1)]
+
+
+def test_a_prompt_counts_once_however_many_samples_it_has() -> None:
+    """Of tokens that were computed or cached, too; each sample's own tokens count."""
+    setup = Setup(num_pages=40, max_num_batched_tokens=100)
+    for index, n in enumerate((1, 3, 2)):
+        setup.engine.add(str(index), [1] * 10, greedy(5, n=n))
+        setup.run()
+    totals = setup.engine.totals
+    assert (totals.prompt_tokens, totals.cached_tokens) == (3 * 10, 2 * 8)
+    assert totals.generation_tokens == (1 + 3 + 2) * 5
+
+
+def test_parameters_are_those_of_the_arrival() -> None:
+    """Whatever a caller does to its lists and mappings afterwards."""
+    given = SamplingParams(
+        stop_token_ids=[3], allowed_token_ids=[1, 2, 3], logit_bias={1: 1.0}, max_tokens=4
+    )
+    before = given.model_dump()
+    request = Setup(num_pages=20).engine.add("one", [1, 2], given)
+    for name in SamplingParams.model_fields:
+        value = getattr(given, name)
+        if isinstance(value, list | dict | set):
+            value.clear()
+    assert given.model_dump() != before, "nothing was changed"
+    assert request.params.model_dump() == before
+
+
+def test_a_preemption_leaves_the_time_of_the_first_admission() -> None:
+    """A request waited until then, and not until it was admitted again."""
+    setup = Setup(num_pages=8, prefix_caching=False, max_num_batched_tokens=100)
+    requests = [setup.engine.add(str(index), [index] * 7, greedy(16)) for index in range(4)]
+    first: dict[str, float] = {}
+    while setup.engine.requests:
+        setup.engine.step()
+        for each in requests:
+            if each.metrics.scheduled_ts:
+                first.setdefault(each.request_id, each.metrics.scheduled_ts)
+    assert max(each.metrics.num_preemptions for each in requests) > 0
+    assert {each.request_id: each.metrics.scheduled_ts for each in requests} == first

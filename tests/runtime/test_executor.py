@@ -35,7 +35,7 @@ from vllm_module.kernels.matmul import linear
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks import executor as executors
-from vllm_module.runtime.ranks import processes
+from vllm_module.runtime.ranks import group, processes
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -567,6 +567,28 @@ def test_what_a_worker_raises_in_a_step_is_raised(
     assert "model_runner.py" in printed
 
 
+def test_a_message_of_any_length_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has room for so many bytes: as many are sent, the first ones of a longer message."""
+    sent: list[bytes] = []
+
+    class Sent:
+        def wait(self, limit: Any) -> None: ...
+
+    def isend(memory: torch.Tensor, **options: Any) -> Sent:
+        sent.append(bytes(memory.tolist()))
+        return Sent()
+
+    monkeypatch.setattr(group.dist, "isend", isend)
+    ranks = object.__new__(group.Ranks)
+    ranks.control = None
+    room = group._LAST_WORDS
+    for length in (0, 1, *range(room // 3 - 6, room // 3), 2000):
+        ranks._send_last_words(ValueError("路" * length))  # three bytes each
+        text = f"!ValueError{': ' if length else ''}{'路' * length}".encode()
+        assert sent[-1] == text[:room].ljust(room, b"\0")
+    assert len(text) > room
+
+
 @pytest.mark.parametrize("ended", [2], indirect=True)
 def test_what_the_driver_raises_in_a_step_ends_the_workers(ended: Executor) -> None:
     """The workers, which wait for the driver, end; the driver raises its own error."""
@@ -582,20 +604,26 @@ def test_what_the_driver_raises_in_a_step_ends_the_workers(ended: Executor) -> N
 @pytest.mark.parametrize("ended", [2], indirect=True)
 def test_close_ends_everything_however_often(ended: Executor, folder: Path) -> None:
     """A stopped worker ends as well, and torch has its number of threads back."""
-    pids, threads = workers(), torch.get_num_threads()
+    pids = workers()
     os.kill(pids[0], signal.SIGSTOP)
     for _ in range(2):
         ended.close()
         assert not alive(pids)
         assert not dist.is_initialized()
-    assert torch.get_num_threads() >= threads
     with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
         ended.start(64)
-    unclosed = executor(folder, 2)
-    pids = workers()
-    del unclosed
-    gc.collect()
-    assert not alive(pids)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(5)  # not 1, of which a rank's part is 1 as well
+    try:
+        unclosed = executor(folder, 2)
+        pids = workers()
+        assert torch.get_num_threads() == 2
+        del unclosed
+        gc.collect()
+        assert not alive(pids)
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("no_engine", "spawned")

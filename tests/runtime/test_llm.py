@@ -567,6 +567,26 @@ def test_ctrl_c_ends_running_requests_only(llm: LLM, theirs: Any) -> None:
     assert output.outputs[0].token_ids == generated(theirs, ids_of("once upon"), 9)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_an_interrupt_between_two_prompts_leaves_none(
+    llm: LLM, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts before it are aborted, though no step has begun."""
+    add, added = llm.engine.add, []
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        if added:
+            raise error
+        added.append(add(*given, **named))
+        return added[-1]
+
+    monkeypatch.setattr(llm.engine, "add", interrupted)
+    with pytest.raises(error):
+        llm.generate(["a", "b"], greedy(5), use_tqdm=False)
+    assert not llm.engine.requests
+    assert added[0].sequences[0].finish_reason == "abort"
+
+
 def test_a_prompt_that_cannot_be_served_has_an_error(llm: LLM) -> None:
     """Prompts that are too long, empty or invalid have an error; the others have their text."""
     prompts: list[Any] = [
@@ -1169,16 +1189,19 @@ def test_an_engine_does_not_survive_a_fork(folder: Path) -> None:
         assert llm.generate("fox", greedy(3), False)[0].outputs[0].token_ids
 
 
-def test_it_ends_at_what_any_file_calls_an_end(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("own", "eos"), [(40, "#40"), (0, "a")])
+def test_it_ends_at_what_any_file_calls_an_end(
+    folder: Path, tmp_path: Path, own: int, eos: str
+) -> None:
     """The tokenizer's, generation_config's and config's; only the first is no ``stop_reason``."""
     copy = shutil.copytree(folder, tmp_path / "copy")
-    for name, eos in (("generation_config.json", [5, 129]), ("config.json", 7)):
-        entries = json.loads((copy / name).read_text()) | {"eos_token_id": eos}
+    for name, ends in (("generation_config.json", [5, 129]), ("config.json", 7)):
+        entries = json.loads((copy / name).read_text()) | {"eos_token_id": ends}
         (copy / name).write_text(json.dumps(entries))
     entries = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps(entries | {"eos_token": "#40"}))
+    (copy / "tokenizer_config.json").write_text(json.dumps(entries | {"eos_token": eos}))
     with LLM(copy, **SMALL) as llm:
-        for token, reason in ((5, 5), (129, 129), (7, 7), (40, None)):
+        for token, reason in ((5, 5), (129, 129), (7, 7), (own, None)):
             params = greedy(6, logit_bias={token: 100.0}, skip_special_tokens=False)
             (output,) = llm.generate("once", params, False)[0].outputs
             assert (output.token_ids, output.finish_reason) == ([token], "stop")

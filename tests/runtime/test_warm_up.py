@@ -145,6 +145,15 @@ def test_a_warm_up_stays_within_the_limits(
         )
         assert len(step.rows) <= max(sequences, 1)
     most_tokens, most_rows = min(tokens, sequences * length), min(tokens, sequences)
+    # A number between two powers of two has the variant of the upper one, or of the largest.
+    decoding = {len(step.context_lens) for step in steps if step.max_query_len == 1}
+    prompts = {len(step.input_ids) for step in steps}
+    cached = {step.num_table_pages for step in steps if len(step.input_ids) == 1}
+    for met, most in (
+        (decoding, most_rows), (prompts, most_tokens), (cached, -(-length // page))
+    ):  # fmt: skip
+        powers = {(number - 1).bit_length() for number in met}
+        assert powers >= {(number - 1).bit_length() for number in range(1, most + 1)}
     assert max(len(step.input_ids) for step in steps) == most_tokens
     prompts, decoding = largest_steps(tokens, sequences, length, page)
     assert len(prompts.input_ids) == most_tokens

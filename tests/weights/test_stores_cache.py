@@ -133,13 +133,14 @@ def test_what_is_kept_is_for_its_user_only(server: Any, tmp_path: Path) -> None:
     assert len(entries(top)) == 2
 
 
+@pytest.mark.parametrize("mode", [0o777, *(0o700 | 1 << bit for bit in range(6))], ids=oct)
 def test_a_folder_that_others_may_enter_is_not_used(
-    server: Any, local: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: Any, local: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
     """Nothing is read from it or written to it; the log says why, once, and the model loads."""
     top = tmp_path / cache._FOLDER
     top.mkdir()
-    top.chmod(0o777)
+    top.chmod(mode)
     with caplog.at_level(logging.WARNING):
         assert same(state(f"{server.url}/model", tmp_path), local[2])
     assert not entries(tmp_path)

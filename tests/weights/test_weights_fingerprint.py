@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import open_checkpoint
+from vllm_module.weights.pairs import PairsCheckpoint
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -120,3 +122,18 @@ def test_of_a_file_that_changed_or_was_closed_there_is_none(folder: Path) -> Non
     checkpoint.close()
     with pytest.raises(WeightReadError, match="was closed"):
         checkpoint.fingerprint  # noqa: B018
+
+
+def test_the_order_of_a_source_changes_no_fingerprint(tmp_path: Path) -> None:
+    """Names, shapes and dtypes do: ranks may be given the same tensors in another order."""
+    pairs = [(name, torch.zeros(size)) for name, size in (("b", 2), ("a", 3), ("c", 2))]
+    found = {PairsCheckpoint(tmp_path, each).fingerprint for each in permutations(pairs)}
+    assert len(found) == 1
+    others = (
+        pairs[:2],
+        [("d", pairs[0][1]), *pairs[1:]],
+        [("b", torch.zeros(3)), *pairs[1:]],
+        [("b", torch.zeros(2).half()), *pairs[1:]],
+    )
+    found |= {PairsCheckpoint(tmp_path, each).fingerprint for each in others}
+    assert len(found) == 1 + len(others)

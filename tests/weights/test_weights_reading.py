@@ -155,3 +155,20 @@ def test_destinations_made_in_inference_mode_are_filled(checkpoint, tensors) -> 
         destination = torch.zeros(40, 50, dtype=torch.float64)
         read_all([(checkpoint["w4"], destination)])
     assert torch.equal(destination, tensors["w4"].double())
+
+
+def test_what_was_read_is_let_go_while_readers_wait(checkpoint) -> None:
+    """No thread holds the destinations of its last batch until the next one comes."""
+    made = []
+
+    def jobs() -> Iterator[tuple[FileHandle, torch.Tensor]]:
+        for _ in range(200):
+            destination = torch.zeros(5)
+            made.append(weakref.ref(destination))
+            yield checkpoint["w2"], destination
+
+    with reading.Readers() as readers:
+        readers.read(jobs())
+        gc.collect()
+        assert len(made) == 200
+        assert [each() for each in made] == [None] * 200
