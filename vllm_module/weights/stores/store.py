@@ -146,7 +146,7 @@ class Store:
         return self._ended.wait(seconds)
 
     def _attended(self, attempt: Callable[[], T]) -> T:
-        """Return ``attempt()``. The main thread, which handles signals, waits where it hears them."""
+        """Return ``attempt()``; in the main thread, which handles signals, an interrupt ends it."""
         if threading.current_thread() is not threading.main_thread():
             return attempt()
         try:
