@@ -272,6 +272,7 @@ class OutsideForCausalLM(LlamaForCausalLM):
 FAILURES = {
     "raises": ("def __init__(self, config): 1 / 0", " in line 5: ZeroDivisionError"),
     "exits": ("def __init__(self, config): raise SystemExit(0)", " in line 5: SystemExit: 0"),
+    "ends": ("def __init__(self, config): raise BaseException", " in line 5: BaseException"),
     "takes nothing": ("def __init__(self): pass", ": TypeError"),
     "takes two": ("def __init__(self, config, more): pass", ": TypeError"),
     "constructs nothing": ("def __init__(self, config): pass", ": AttributeError"),
@@ -279,6 +280,7 @@ FAILURES = {
     "no metadata": ("def forward(self, ids, positions): pass", ": TypeError"),
     "forward raises": ("def forward(self, *_): {}[3]", " in line 5: KeyError: 3"),
     "forward exits": ("def forward(self, *_): raise SystemExit(0)", " in line 5: SystemExit: 0"),
+    "forward ends": ("def forward(self, *_): raise BaseException", " in line 5: BaseException"),
     "logits raise": ("def compute_logits(self, h): raise OSError", " in line 5: OSError"),
 }
 

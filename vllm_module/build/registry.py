@@ -83,7 +83,8 @@ _OURS = {
 }
 _WRAPPER = "vllm_module.wrapped.model:TransformersForCausalLM"
 _GROUP = "vllm_module.models"  # group of entry points
-_FAILURES = (Exception, SystemExit)  # exceptions of code from outside, which may call sys.exit
+# All else that code from outside raises is its failure, such as sys.exit.
+_NO_FAILURES = KeyboardInterrupt, GeneratorExit
 # Exceptions of layers about a checkpoint, other ranks or this host; and modules whose other errors
 # come from the end of another rank.
 _NOT_THE_MODELS = WeightLoadError, ModelNotReadyError, RankError, WaitLimitError, MemoryError
@@ -178,7 +179,7 @@ def load_model_code(path: Path) -> None:
             )
     except BaseException as error:
         sys.modules.pop(name, None)  # the file may have removed it
-        if isinstance(error, (UnsupportedModelError, KeyboardInterrupt, GeneratorExit)):
+        if isinstance(error, (UnsupportedModelError, *_NO_FAILURES)):
             raise
         raise UnsupportedModelError(
             f"model_code {printable(path)} fails{_line(error, str(path))}: {describe_error(error)}"
@@ -277,8 +278,10 @@ def blamed_on(cls: type) -> Iterator[None]:
     """
     try:
         yield
-    except _FAILURES as error:
-        if cls.__module__.startswith("vllm_module.") or isinstance(error, _NOT_THE_MODELS):
+    except BaseException as error:
+        if isinstance(error, (*_NO_FAILURES, *_NOT_THE_MODELS)):
+            raise
+        if cls.__module__.startswith("vllm_module."):
             raise
         if isinstance(error.__cause__, WaitLimitError) or _raised_in(error, _OF_OTHER_RANKS):
             raise
@@ -349,12 +352,14 @@ def _import(architecture: str, target: str) -> type[vLLMModule]:
         raise UnsupportedModelError(
             f"the model {shorten(target)} of {architecture} should be named package.module:Class"
         )
-    # Another error in one of our modules is a bug.
     ours = target.startswith("vllm_module.")
-    failures = (ImportError, AttributeError) if ours else _FAILURES
     try:
         cls: Any = reduce(getattr, point.attr.split("."), importlib.import_module(point.module))
-    except failures as error:
+    except BaseException as error:
+        # Another error in one of our modules is a bug.
+        bug = ours and not isinstance(error, (ImportError, AttributeError))
+        if bug or isinstance(error, _NO_FAILURES):
+            raise
         raise UnsupportedModelError(
             f"the model {target} of {architecture} cannot be imported: {describe_error(error)}"
         ) from error

@@ -11,7 +11,7 @@ from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoo
 from typing import Any, TypeVar
 
 from vllm_module.base.messages import printable
-from vllm_module.base.waiting import SLICE
+from vllm_module.base.waiting import SLICE, WaitLimitError, interruptibly
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights.stores.cache import StoreCache
 from vllm_module.weights.stores.client import (
@@ -145,13 +145,26 @@ class Store:
         """Wait between two requests; return whether the store was closed."""
         return self._ended.wait(seconds)
 
+    def _attended(self, attempt: Callable[[], T]) -> T:
+        """Return ``attempt()``; in the main thread, which handles signals, an interrupt ends it."""
+        if threading.current_thread() is not threading.main_thread():
+            return attempt()
+        try:
+            return interruptibly(attempt, self._ended)
+        except WaitLimitError as error:
+            raise BusyError("the store was closed") from error
+        except KeyboardInterrupt:  # the request goes on in its thread until it is ended
+            self._ended.set()
+            self.client.close()
+            raise
+
     def _persist(self, attempt: Callable[[], T], name: str, what: str) -> T:
         """Return what ``attempt`` returns, tried until the deadline while it raises BusyError."""
         delay, tries, end = _FIRST_DELAY, 0, 0.0
         while True:
             tries += 1
             try:
-                return attempt()
+                return self._attended(attempt)
             except (MissingError, ForbiddenError) as error:
                 raise CheckpointFormatError(f"{self._where(name)}: {error}") from error
             except RefusedError as error:
