@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 
 from vllm_module.kernels.digest.digest import Digest, digest_box
 from vllm_module.weights.handle import Weight
+
+# A box of a tensor: where it starts, its size, and the shape that both count in, if it is not the
+# tensor's.
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
+Digests: TypeAlias = dict[str, dict[Place, Digest]]  # of boxes, by the name of their tensor
 
 _PIECE = 2**26  # bytes that are read at once
 
