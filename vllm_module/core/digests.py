@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -124,7 +124,8 @@ def digest_of(
     """Return the digest of what this rank's ``module`` holds.
 
     By default tensors have the names of the module's tree, and what is computed while loading, such
-    as scales, is a tensor of its own. With the ``layout`` of a plan they are the checkpoint's; what
+    as scales, is a tensor of its own; its name has the rank in it if each rank computes it from its
+    part of a weight. With the ``layout`` of a plan they are the checkpoint's; what
     was quantized or cast has the digest of what was read, if ``keep_digests`` was set before. With
     ``names``, only those tensors are looked at.
 
@@ -132,7 +133,9 @@ def digest_of(
     has padding that is not zero, or is quantized while it is loaded where the layout is of full
     precision.
     """
-    layout = layout_of_module(module) if layout is None else layout
+    own = set[str]()
+    if layout is None:
+        layout, own = layout_of_module(module), _computed_by_rank(module)
     rank = _rank_in(module, layout.ranks)
     ties = {each.name: each.tied_to for each in layout.tensors if each.tied_to is not None}
     wanted = None if names is None else {ties.get(name, name) for name in names}
@@ -157,7 +160,8 @@ def digest_of(
         if entry.name not in checked:
             checked.add(entry.name)
             _check(entry, tensor, layout, rank)
-        of_name = found.setdefault(name, {})
+        named = f"{name} (rank {rank})" if entry.parameter in own else name
+        of_name = found.setdefault(named, {})
         if _is_made(layout, entry) and (name in sources or _is_quantized(layout, entry)):
             of_name.update(_kept(sources, name, entry))
             continue
@@ -232,6 +236,22 @@ def _rank_in(module: nn.Module, ranks: int) -> int:
     raise WeightReadError(
         f"the module is of no rank of a layout of {ranks} ranks: {sorted(places)}"
     )
+
+
+def _computed_by_rank(module: nn.Module) -> set[str]:
+    """Return the paths of scales that each rank computes from its own part of a weight."""
+    paths = set[str]()
+    for path, each in module.named_modules():
+        conversions: Mapping[str, Any] = getattr(each, "conversions", {})
+        for attr, conversion in conversions.items():
+            if _is_cut(getattr(each, attr)):
+                made = (name for name in conversion.makes if not _is_cut(getattr(each, name)))
+                paths.update(f"{path}.{name}" if path else name for name in made)
+    return paths
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return is_typed(tensor) and any(slot.parts > 1 for dim in tensor.dims for slot in dim.slots)
 
 
 def _check_padding(path: str, parameter: BasevLLMParameter) -> None:
