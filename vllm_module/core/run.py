@@ -96,7 +96,7 @@ class Run:
         self.failure: BaseException | None = None
         self._refuses_nan = not getattr(root, "allow_nan", False)
         self._sources: dict[str, Any] = {}  # digests
-        self._jobs_of = Fill.jobs
+        self._jobs_of: Callable[[Fill], Any] = Fill.jobs
         if getattr(root, "keep_digests", False):
             from vllm_module.core.digests import digested  # needs kernels, which a load does not
 
