@@ -119,7 +119,8 @@ def _data(ranks: Sequence[RankPlan], tiles: Sequence[Sequence[Tile]], end: float
         key = tuple((*(_NUMBERS.sub("0", text) for text in tile[:4]), tile[4:]) for tile in each)
         alike.setdefault(key, []).append(at)
     described: dict[Any, int] = {}
-    lists, numbers, list_of = [], {}, {}
+    lists, numbers = [], dict[int, list[str]]()
+    list_of = dict[int, int]()  # by rank
     for number, members in enumerate(alike.values()):
         varying: dict[tuple[str, ...], int] = {}
         texts = cache(partial(_with_numbers, varying))
@@ -160,8 +161,9 @@ def _described(
     """Return what ranks that are alike say of one of their tiles."""
     tile = column[0]
     file = -1 if tile.file is None else files.setdefault(tile.file, len(files))
+    named = ((each.layer, each.name, each.parameter, each.slot) for each in column)
     return (
-        *(texts(tuple(each[field] for each in column)) for field in range(4)),
+        *map(texts, zip(*named, strict=True)),
         tile.kind,
         tile.bytes,
         shape(tile.shape),
