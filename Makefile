@@ -35,7 +35,8 @@ wheel: .venv/dev.stamp  ## install the wheel in empty environments, each extra a
 	$(BIN)/python tests/try_wheel.py
 
 bench: .venv/dev.stamp  ## measure and draw docs/figures.svg; about 45 minutes, on an idle machine
-	for name in load memory cold sharded formats stores cooperative routing plan quantization host wrapped; do \
+	for name in load memory cold sharded formats stores cooperative routing plan layout digest quantization host \
+		wrapped; do \
 		$(BIN)/python tests/bench/$$name.py --out tests/bench/results/$$name.json || exit 1; \
 	done
 	$(BIN)/python tests/bench/engine.py --shapes 3M 58M 0.6B mamba2 hybrid --out tests/bench/results/engine.json

@@ -211,6 +211,9 @@ class LoadConfig(_Closed):
         allow_nan: load weights that are NaN, and let updates bring them. By default they are
             refused by name, in tensors in memory and in what is read onto a GPU: a model that has
             one answers every request with an error.
+        digests: keep the digests of what is read in the load's report (``load_report.digests``),
+            compare copies of one part among ranks, and all with the ``digests.json`` of the folder
+            or store, if there is one. It takes about as long as reading the weights from memory.
 
     """
 
@@ -219,6 +222,7 @@ class LoadConfig(_Closed):
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 1800.0
     cooperative: Literal["auto"] | _Flag = "auto"
     allow_nan: _Flag = False
+    digests: _Flag = False
 
 
 class EngineConfig(_Closed):

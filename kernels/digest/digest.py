@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_module.kernels.digest import on_cpu
 from vllm_module.kernels.digest.boxes import as_integers, check_box, matrices
+from vllm_module.kernels.digest.digest_matrix import digest_matrix
 from vllm_module.kernels.digest.keys import CHUNK, CHUNK_BYTES, WORD, chunk_keys, column_keys
-from vllm_module.kernels.digest.on_device import add_matrix_triton
 
 _PIECE = 2**14  # elements by index at once, few enough for torch not to wait for other threads
 
@@ -96,11 +95,8 @@ def digest_box(
 
 def box_sums(tensor: torch.Tensor, starts: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
     """Return the two sums of a box that is not empty: int64 ``[2]``, on its device."""
-    if tensor.is_cuda:
-        with torch.cuda.device_of(tensor):
-            parts = [add_matrix_triton(one) for one in matrices(tensor, starts, shape)]
-    else:
-        parts = [on_cpu.add_matrix(one) for one in matrices(tensor.cpu(), starts, shape)]
+    tensor = tensor if tensor.is_cuda else tensor.cpu()
+    parts = [digest_matrix(one) for one in matrices(tensor, starts, shape)]
     return torch.stack(parts).sum(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,33 @@ def test_dummy_weights_have_no_digest(run: Run, folder: Path) -> None:
     result = run("digest", folder, "--load-format", "dummy")
     assert result.code == 2
     assert "dummy weights are not stored" in result.err
+
+
+def test_files_are_compared_with_the_digests_beside_them(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    """What ``--out`` writes is found, compared by name, and by a load; convert writes it, too."""
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    shutil.copytree(folder, copy)
+    assert run("digest", copy, "--out", copy / "digests.json", "--json").json["different"] is None
+    assert run("digest", copy, "--json").json["different"] == []
+    of_all = run("digest", copy, "--json").json
+    found = run("load", copy, "--digests", "--tp", 2, "--json").json["report"]["digests"]
+    assert found == {each["name"]: each["digest"] for each in of_all["tensors"]}
+    assert of_all["digest"] in run("load", copy, "--digests", "--dtype", "bfloat16").out
+    assert run("convert", copy, "--quantization", "fp8", "--out", out).code == 0
+    assert run("digest", out, "--json").json["different"] == []
+    assert run("load", out, "--digests").code == 0
+
+    path = next(copy.glob("*.safetensors"))
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("proj.weight"))
+    tensors[name][2] = tensors[name][2].roll(1)
+    save_file(tensors, path)
+    result = run("digest", copy, "--json")
+    assert (result.code, result.json["different"]) == (1, [name])
+    assert f"has other digests of {name}" in " ".join(result.err.split())
+    assert run("load", copy).code == 0
+    result = run("load", copy, "--digests", "--tp", 2)
+    assert result.code == 1
+    assert f"{name}: ranks 0, 1 read values whose digests" in " ".join(result.err.split())

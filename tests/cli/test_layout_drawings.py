@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from vllm_module.cli.pictures.layout_drawings import (
     sheet_of,
     span_of,
 )
+from vllm_module.cli.pictures.plan_page import _data
+from vllm_module.cli.pictures.tiles import tiles_of
 from vllm_module.cli.rank_plan import plan_ranks
 from vllm_module.layout import HeldBox, Strided
 
@@ -96,8 +99,7 @@ def drawn(folder: Path, tp_size: int, ep_size: int = 1, **entries: Any) -> dict[
     source = ModelSource.find(ModelConfig(model=str(folder), **entries))
     with source.open() as checkpoint:
         ranks = plan_ranks(source, checkpoint, tp_size, ep_size)
-        data = layout_drawings(ranks[0].load, len(ranks))
-    assert data is not None
+        data = layout_drawings(ranks[0].load, ranks[0].load.layout(len(ranks)))
     read: dict[str, Any] = json.loads(json.dumps(data))
     return read
 
@@ -230,6 +232,45 @@ def test_byte_ranges_hold_the_boxes(moe: Path, tp_size: int, ep_size: int) -> No
                                 tensor.contiguous().view(torch.uint8).flatten().tolist()
                             )
     assert compared > 20
+
+
+def test_ranks_that_are_alike_share_a_list_of_tiles(moe: Path) -> None:
+    """The numbers of a rank, put into the texts of the list, give the names of its own tiles."""
+    source = ModelSource.find(ModelConfig(model=str(moe)))
+    with source.open() as checkpoint:
+        for tp_size, ep_size, lists in ((1, 4, 2), (1, 8, 8), (4, 1, 4)):
+            ranks = plan_ranks(source, checkpoint, tp_size, ep_size)
+            tiles = tiles_of(ranks)
+            data = json.loads(json.dumps(_data(ranks, tiles, 1.0)))
+            assert len(data["lists"]) == lists
+            for rank, expected in zip(data["ranks"], tiles, strict=True):
+                shown = data["lists"][rank["list"]]
+                assert [row[1:] for row in shown] == [[*(t.byte_range or ())] for t in expected]
+                texts = [
+                    [
+                        text
+                        if isinstance(text, str)
+                        else "".join(p if isinstance(p, str) else rank["numbers"][p] for p in text)
+                        for text in data["tiles"][row[0]][:4]
+                    ]
+                    for row in shown
+                ]
+                assert texts == [[t.layer, t.name, t.parameter, t.slot] for t in expected]
+                assert [data["tiles"][row[0]][5] for row in shown] == [t.bytes for t in expected]
+
+
+def test_what_the_layer_fills_by_itself_is_drawn(moe: Path) -> None:
+    """A slot that the checkpoint lacks has a rectangle, which says so."""
+    source = ModelSource.find(ModelConfig(model=str(moe)))
+    with source.open() as checkpoint:
+        (rank,) = plan_ranks(source, checkpoint, 1, 1)
+        layout = rank.load.layout()
+        lacking = replace(layout, tensors=layout.tensors[:-1], absent=layout.tensors[-1:])
+        data = layout_drawings(rank.load, lacking)
+    absent = [
+        slot["names"] for each in data["drawings"] for slot in each["slots"] if slot["absent"]
+    ]
+    assert absent == [[layout.tensors[-1].name]]
 
 
 def test_what_is_quantized_names_its_scales(folder: Path) -> None:

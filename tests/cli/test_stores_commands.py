@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import runpy
 import shutil
@@ -16,6 +17,10 @@ import gguf
 import obstore
 import pytest
 from moto.server import ThreadedMotoServer
+from safetensors.torch import load_file
+
+from vllm_module.kernels.digest.digest import digest_box
+from vllm_module.weights.digests import digests_file
 
 servers: Any = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "stores_server.py"))
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -24,6 +29,8 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "inspect": ("inspect", "--json"),
     "plan": ("plan", "--tp", 2, "--json"),
     "load": ("load", "--tp", 2, "--device", "cpu"),
+    "load --digests": ("load", "--tp", 2, "--device", "cpu", "--digests"),
+    "digest": ("digest", "--json"),
     "generate": ("generate", *PROMPT, "--device", "cpu"),
     "chat": ("chat", "--max-model-len", 32, "--device", "cpu"),
 }
@@ -34,6 +41,9 @@ def local(with_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "model"
     shutil.copytree(with_text, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
+    tensors = {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
+    digests = {name: digest_box(tensor).hex for name, tensor in tensors.items()}
+    (path / "digests.json").write_text(json.dumps(digests_file([digests])))
     return path
 
 
@@ -72,7 +82,15 @@ def said(result: Any) -> str:
 
 @pytest.mark.parametrize(
     ("command", "scheme"),
-    [("inspect", "s3"), ("plan", "http"), ("load", "s3"), ("generate", "http"), ("chat", "s3")],
+    [
+        ("inspect", "s3"),
+        ("plan", "http"),
+        ("load", "s3"),
+        ("generate", "http"),
+        ("chat", "s3"),
+        ("digest", "http"),
+        ("load --digests", "s3"),
+    ],
 )
 def test_a_command_says_of_a_url_what_it_says_of_the_folder(
     run: Callable[..., Any],
@@ -90,6 +108,7 @@ def test_a_command_says_of_a_url_what_it_says_of_the_folder(
         monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
         printed.append(said(run(name, source, *options, "--download-dir", tmp_path)))
     assert printed[0] == printed[1]
+    assert name != "digest" or json.loads(printed[1])["different"] == []
     assert list(tmp_path.rglob("*"))
 
 

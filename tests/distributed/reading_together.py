@@ -33,8 +33,10 @@ from vllm_module.core.planner import Planner
 from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import RankError, WeightReadError
+from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
+from vllm_module.weights.digests import digests_file
 from vllm_module.weights.handle import FileHandle
 
 loading = runpy.run_path(str(Path(__file__).with_name("loading_together.py")))
@@ -134,6 +136,8 @@ def prepare(directory: Path) -> None:
         if name == "tied and stored twice":
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, folder / "model.safetensors")
+        found = {each: digest_box(tensor).hex for each, tensor in tensors.items()}
+        (folder / "digests.json").write_text(json.dumps(digests_file([found])))
 
 
 def build(folder: Path) -> Any:
@@ -144,10 +148,14 @@ def build(folder: Path) -> Any:
 
 
 def load(model: str, chosen: bool, timeout: float = PATIENCE, **settings: Any) -> Any:
+    """Load a model; ranks that read together compare digests, but of what an override changes."""
     bar = model.endswith("dense")
+    digests = chosen and not model.endswith(("streamed", "read otherwise than planned"))
     return get_model(
         model_config=ModelConfig(model=model, **settings),
-        load_config=LoadConfig(cooperative=chosen, timeout=timeout, show_progress=bar),
+        load_config=LoadConfig(
+            cooperative=chosen, timeout=timeout, show_progress=bar, digests=digests
+        ),
     )
 
 

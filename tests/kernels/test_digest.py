@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.kernels.digest import boxes, digest, keys, on_cpu, on_device
+from vllm_module.kernels.digest import boxes, digest, digest_matrix, keys, on_cpu
 from vllm_module.kernels.digest.boxes import matrices
 from vllm_module.kernels.digest.compiled import compiled_multiply
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
@@ -66,9 +66,21 @@ def transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_the_kernel(tensor: torch.Tensor, starts: tuple[int, ...], shape: tuple[int, ...]) -> Digest:
-    parts = [on_device.add_matrix_triton(one) for one in matrices(tensor, starts, shape)]
-    first, second = torch.stack(parts).sum(0).tolist()
+    """Return the kernel's digest, which is that of its twin in plain torch."""
+    every = [*matrices(tensor, starts, shape)]
+    found = torch.stack([digest_matrix.digest_matrix_triton(*one) for one in every])
+    assert found.equal(torch.stack([digest_matrix.digest_matrix_reference(*one) for one in every]))
+    first, second = found.sum(0).tolist()
     return Digest(tensor.dtype, shape, (first % MODULUS, second % MODULUS))
+
+
+def test_the_operator_has_the_sums_of_the_definition() -> None:
+    """``torch.ops.vllm_module.digest_matrix`` passes torch's checks of an operator."""
+    operator = torch.ops.vllm_module.digest_matrix.default
+    tensor = drawn((3, 50), torch.int32, 5)
+    (matrix,) = matrices(tensor, (0, 0), (3, 50))
+    assert tuple(int(each) % MODULUS for each in operator(*matrix)) == defined(tensor)
+    torch.library.opcheck(operator, tuple(matrix), test_utils=["test_schema", "test_faketensor"])
 
 
 def test_numbers_are_those_of_splitmix64() -> None:

@@ -421,6 +421,9 @@ FAULTS = (
           instead("parameters.boxes:_of_piece", layouts.without_order)),
     Fault("packed values count as elements", "laid_out", "packed while loading",
           instead(BOXES, layouts.each_box(layouts.held(packed=lambda held: 1)))),
+    Fault("what is quantized is digested as the first rows", "laid_out", "quantized while loading",
+          instead("core.digests:_viewed", lambda viewed, values, start, view, shape:
+                  viewed(values, (0,) * len(start), view, shape))),
     # What is made of weights as they arrive
     Fault("a weight's scales go to another slot", "sharding_equivalent", "quantized while loading",
           instead("parameters:BasevLLMParameter.region", lambda region, parameter, slot:

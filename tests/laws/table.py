@@ -65,25 +65,30 @@ def catches(law: str, fault: str) -> tuple[str, str, bool]:
 def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=200, help="cases of a law and subject")
+    parser.add_argument("--law", choices=_LAWS, help="hold this one alone, and try its own faults")
     options = parser.parse_args(arguments)
+    laws = _LAWS if options.law is None else [options.law]
+    faults = [f for f, fault in _FAULTS.items() if options.law in (None, f"assert_{fault.law}")]
     began = time.monotonic()
     context = multiprocessing.get_context("forkserver")
     with context.Pool(os.cpu_count(), prepare, (options.examples,), maxtasksperchild=100) as pool:
-        caught = pool.starmap(catches, [(law, f) for law in _LAWS for f in _FAULTS], chunksize=1)
-        tried = pool.starmap(hold, [(law, s) for law in _LAWS for s in _SUBJECTS], chunksize=1)
-    by = {law: {f for of, f, was in caught if of == law and was} for law in _LAWS}
-    missed = {name for name, fault in _FAULTS.items() if name not in by[f"assert_{fault.law}"]}
+        caught = pool.starmap(catches, [(law, f) for law in laws for f in faults], chunksize=1)
+        tried = pool.starmap(hold, [(law, s) for law in laws for s in _SUBJECTS], chunksize=1)
+    by = {law: {f for of, f, was in caught if of == law and was} for law in laws}
+    missed = {name for name in faults if name not in by[f"assert_{_FAULTS[name].law}"]}
     cases_each = f"{options.examples} cases each (of wrapped models a twentieth)"
-    print(f"{len(_SUBJECTS)} subjects, {cases_each}; {len(_FAULTS)} faults\n")
+    print(f"{len(_SUBJECTS)} subjects, {cases_each}; {len(faults)} faults\n")
     print("| law | cases tried | faults caught | no other law caught |\n|---|---|---|---|")
     for number, law in enumerate(_LAWS, 1):
+        if law not in laws:
+            continue
         cases = sum(count for of, count, _ in tried if of == law)
-        others = set().union(*(faults for other, faults in by.items() if other != law))
+        others = set().union(*(found for other, found in by.items() if other != law))
         print(
             f"| {number} `{law}` | {cases} | {len(by[law])} | {len(by[law] - others)} |",
         )
     total = sum(count for _, count, _ in tried)
-    print(f"| all | {total} | {len(_FAULTS) - len(missed)} of {len(_FAULTS)} | |")
+    print(f"| all | {total} | {len(faults) - len(missed)} of {len(faults)} | |")
     print(f"\n{(time.monotonic() - began) / 60:.1f} minutes on {os.cpu_count()} cores")
     failures = [failure for _, _, failure in tried if failure]
     if missed:

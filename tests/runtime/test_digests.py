@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams
 from vllm_module.core.digests import ModelDigest
-from vllm_module.errors import ModelNotReadyError, WeightReadError
+from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, WeightReadError
 from vllm_module.export.sharded_state import shard
+from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.testing import random_weights
+from vllm_module.weights.digests import digests_file
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -119,3 +123,65 @@ def test_a_sharded_state_has_the_digest_of_its_checkpoint(folder: Path, tmp_path
     shard(ModelConfig(model=str(folder)), 2, tmp_path / "sharded")
     found = digest(engine(tmp_path / "sharded", tensor_parallel_size=2))
     assert found.differences(stored(folder)) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "fp8"},
+        {"quantization": "fp8", "dtype": "bfloat16"},
+        {"quantization": "fp8", "tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_an_update_that_is_quantized_or_cast_is_compared_with_what_was_sent(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    """The digests are the sender's, in its dtype; the engine keeps them in that update alone."""
+    weights = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    sent = {name: digest_box(tensor).hex for name, tensor in weights.items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    with engine(folder, **settings) as llm:
+        llm.update_weights(weights, digests=sent)
+        held = llm.digest().tensors
+        assert held[name] != sent[name]
+        llm.update_weights({name: weights[name]}, digests={name: held[name]})
+        rolled = {name: weights[name].roll(1, 0)}
+        with pytest.raises(WeightReadError, match=r"layers\.1\.mlp\.up_proj\.weight: send"):
+            llm.update_weights(rolled, digests={name: sent[name]})
+        llm.update_weights(weights)
+        model = llm.executor.worker.model
+        assert (model.load_state.sources, model.keep_digests) == ({}, False)
+
+
+def test_weights_are_compared_with_the_digests_beside_them(folder: Path, tmp_path: Path) -> None:
+    """A load on any ranks refuses, by name, a file that is not what its digests were made of."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    names = stored(folder)
+    (copy / "digests.json").write_text(json.dumps(digests_file([names])))
+    asked = {"load_config": LoadConfig(digests=True), "dtype": "bfloat16", "quantization": "fp8"}
+    with engine(copy, **asked) as llm:
+        assert llm.apply_model(read_digests) == [names]
+    with engine(copy, tensor_parallel_size=2, **asked) as llm:
+        llm.reload_weights()
+    path = copy / "model-1.safetensors"
+    weights = load_file(path)
+    name = next(name for name in weights if name.endswith("proj.weight"))
+    weights[name][3, 1] += 1
+    save_file(weights, path)
+    message = f"{re.escape(name)}: ranks? 0.* read values whose digests are not those in"
+    engine(copy).close()
+    for size in (1, 2):
+        with pytest.raises(WeightReadError, match=message):
+            engine(copy, tensor_parallel_size=size, **asked)
+    (copy / "digests.json").write_text(
+        '{"format": "vllm-module digests", "version": 1, "parts": [1]}'
+    )
+    with pytest.raises(CheckpointFormatError, match="is damaged: parts should be a list"):
+        engine(copy, **asked)
+
+
+def read_digests(model: Any) -> dict[str, str]:
+    found: dict[str, str] = model.load_report.digests.tensors
+    return found

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from vllm_module.base.messages import printable, printable_name
+from vllm_module.core.digests import ModelDigest, named_ranks
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.report import fold
 from vllm_module.core.tree import locations
-from vllm_module.errors import RankError
+from vllm_module.errors import RankError, WeightReadError
 from vllm_module.hf_config import HFConfig
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import Rules
+from vllm_module.weights.digests import DIGESTS, digest_weight, stored_digests
 from vllm_module.weights.pairs import OpenWeights
+from vllm_module.weights.sharded_state import MANIFEST
 
 
 def demand_same_tensors(digests: Sequence[Mapping[str, str]]) -> None:
@@ -84,7 +88,7 @@ def digests(model: vLLMModule) -> dict[str, str]:
     # Without tensors computed from them, such as scales, which may depend on the sharding.
     tensors = {location.path: location.tensor for location in locations(model)}
     return {
-        f"{name} after loading": _digest(tensor)
+        f"{name} after loading": digest_weight(tensor).hex
         for name, tensor in tensors.items()
         if tensor is not None and _is_whole(tensor)
     }
@@ -97,9 +101,34 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not shared and all(slot.parts == 1 for dim in tensor.dims for slot in dim.slots)
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    if not data.numel():
-        return ""
-    memory = (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
-    return hashlib.sha256(memory).hexdigest()[:32]
+def demand_digests(folder: Path, size: int, of_ranks: Sequence[ModelDigest]) -> ModelDigest:
+    """Return the digest of ranks together; compare it with what ``folder`` has stored, if anything.
+
+    Those of a sharded state are compared rank by rank, others if all ``size`` ranks are there. What
+    a load skips is not compared. Raises ``WeightReadError``, which names tensors and ranks, where
+    ranks hold other copies of one part, or what was read is not what was stored.
+    """
+    held = sum(of_ranks, start=ModelDigest())
+    stored = stored_digests(folder)
+    if stored is None:
+        return held
+    where = printable(folder / DIGESTS)
+    compared: list[tuple[tuple[int, ...], Mapping[str, str], Mapping[str, str]]] = []
+    if not (folder / MANIFEST).exists():
+        compared = [(held.ranks, held.tensors, stored[0])] if len(of_ranks) == size else []
+    elif len(stored) != size:
+        raise WeightReadError(
+            f"{where} has digests of {len(stored)} ranks, and the sharded state is of {size}: "
+            "shard the checkpoint again"
+        )
+    else:
+        compared = [(each.ranks, each.parts, stored[each.ranks[0]]) for each in of_ranks]
+    for ranks, digests, expected in compared:
+        wrong = sorted(name for name, digest in digests.items() if expected.get(name) != digest)
+        if wrong:
+            raise WeightReadError(
+                f"{', '.join(map(printable_name, fold(wrong)))}: {named_ranks(ranks)} read values "
+                f"whose digests are not those in {where}: copy the files of weights again, or "
+                "write the digests again if the change was meant"
+            )
+    return held

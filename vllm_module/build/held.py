@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,26 +58,31 @@ def load_from(
     """Load the whole ``model`` from the opened weights of its source.
 
     ``recorded`` are its :func:`own_tensors`, or with handles that record what is read. ``planned``
-    is called with the plan before it is run, by a ``reader`` if one is given. Raises what these and
-    :meth:`vLLMModule.load_weights` do.
+    is called with the plan before it is run, by a ``reader`` if one is given. The report of a model
+    with ``keep_digests`` has them. Raises what these and :meth:`vLLMModule.load_weights` do.
     """
+    layouts: list[Any] = []
 
     def open_reader(plan: LoadPlan) -> AbstractContextManager[Reader]:
         if planned is not None:
             planned(plan)
+        if model.keep_digests and not isinstance(weights, ShardedState):
+            layouts.append(plan.layout())
         return Readers(model.load_state.device) if reader is None else reader(plan)
 
     pairs = own_tensors(model, weights).items() if recorded is None else recorded
     if isinstance(weights, ShardedState):
         execute(plan_held(model, dict(pairs)), open_reader)
-        return
-    try:
-        with loading(model, pairs, open_reader=open_reader):
-            model.load_weights(pairs)  # overrides expect pairs
-    except WeightLoadError as error:
-        if error.report is not None and (advice := _lacking(weights, error.report)):
-            error.args = (f"{error} {advice}",)
-        raise
+    else:
+        try:
+            with loading(model, pairs, open_reader=open_reader):
+                model.load_weights(pairs)  # overrides expect pairs
+        except WeightLoadError as error:
+            if error.report is not None and (advice := _lacking(weights, error.report)):
+                error.args = (f"{error} {advice}",)
+            raise
+    if model.keep_digests and model.load_report is not None:
+        model.load_report.digests = model.digest(*layouts)
 
 
 def _lacking(weights: Mapping[str, Weight], report: LoadReport) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from vllm_module.base.messages import printable_name
 from vllm_module.build.consistency import (
     demand_alike,
+    demand_digests,
     demand_same_tensors,
     describe,
     digests,
@@ -21,9 +22,15 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.build.registry import implementation
 from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.cooperative import Cooperation, chosen
+from vllm_module.core.digests import ModelDigest
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
-from vllm_module.distributed import ProcessGroup, message_group, together
+from vllm_module.distributed import (
+    ProcessGroup,
+    message_group,
+    tensor_parallel_group,
+    together,
+)
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.sharded_state import ShardedState
 
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
 class Loaded(NamedTuple):
@@ -97,6 +105,8 @@ def find_and_load(
         model = source.build(device, number_of_tensors(checkpoint))
         if load_config.allow_nan:
             model.allow_nan = True
+        if load_config.digests:
+            model.keep_digests = True
         return model
 
     def load() -> vLLMModule:
@@ -126,16 +136,28 @@ def find_and_load(
                 place = group.rank, group.size, timeout, group.group
                 cooperation = Cooperation(checkpoint, gather, *place)
         fingerprint = checkpoint.fingerprint  # before it can change
-        model = _in_step(load, digests, timeout, group, demand_same_tensors)
+        if not load_config.digests:
+            model = _in_step(load, digests, timeout, group, demand_same_tensors)
+        else:
+            compare = partial(demand_digests, source.folder, tensor_parallel_group().size)
+            model = _in_step(load, _kept, timeout, group, compare)
+            if group is None:
+                compare([_kept(model)])
         return Loaded(source, model, fingerprint)
+
+
+def _kept(model: vLLMModule) -> ModelDigest:
+    assert model.load_report is not None
+    digests: ModelDigest = model.load_report.digests
+    return digests
 
 
 def _in_step(
     work: Callable[[], T],
-    describe: Callable[[T], Mapping[str, str]],
+    describe: Callable[[T], D],
     timeout: float,
     group: ProcessGroup | None,
-    compare: Callable[[Sequence[Mapping[str, str]]], None],
+    compare: Callable[[Sequence[D]], object],
 ) -> T:
     """Return the result of ``work``; with a ``group``, run it on every rank of the group.
 
@@ -143,9 +165,9 @@ def _in_step(
     """
     if group is None:
         return work()
-    results = []
+    results: list[T] = []
 
-    def work_and_describe() -> Mapping[str, str]:
+    def work_and_describe() -> D:
         results.append(work())
         return describe(results[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm_module.cli.output import CommandError, print_table, print_text, size
 from vllm_module.cli.rank_plan import RankPlan
 from vllm_module.cli.tensor_plan import dtype_name, rank_list, tensor_rows
 from vllm_module.core.report import LoadReport
+from vllm_module.layout import Layout
 
 _MOST_COLUMNS = 4  # of one table of memory
 
@@ -37,6 +39,11 @@ class ModelPlan:
     ep_size: int
     memory: str | None = None
     memory_bytes: int | None = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which part of which tensor lies where; raises as :meth:`LoadPlan.layout` does."""
+        return self.ranks[0].load.layout(len(self.ranks))
 
     @property
     def report(self) -> LoadReport:

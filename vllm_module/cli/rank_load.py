@@ -64,15 +64,17 @@ def load_rank(
     *,
     show_progress: bool,
     trace: RankTrace | None = None,
+    keep_digests: bool = False,
 ) -> tuple[RankLoad, LoadReport, vLLMModule]:
     """Build and load this rank's model; return the measurements, the report and the model.
 
     ``show_progress`` draws a bar on standard error if standard error is a terminal. ``trace``
-    records the load.
+    records the load. The report has digests if it is to ``keep_digests``.
     """
     err = console(stderr=True)
     with source.open() as checkpoint:
         model = source.build(device, number_of_tensors(checkpoint))
+        model.keep_digests = keep_digests
         before = _reset_peaks(device)
         show_progress &= err.is_terminal
         recorded = None

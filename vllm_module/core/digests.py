@@ -8,22 +8,24 @@ counted once and compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from vllm_module.base.messages import printable_name
-from vllm_module.core.layout_of import layout_of_module
-from vllm_module.core.tree import is_typed
+from vllm_module.core.fill import Fill
+from vllm_module.core.layout_of import layout_of_module, stored_part
+from vllm_module.core.tree import is_typed, loads_itself, state_of
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
 from vllm_module.layout import HeldBox, Layout, StoredTensorLayout
-from vllm_module.weights.digests import digest_of_all
-
-Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]
+from vllm_module.parameters import BasevLLMParameter
+from vllm_module.weights import Destination, Handle, Weight, read_into
+from vllm_module.weights.digests import Digests, Place, digest_of_all
+from vllm_module.weights.region import Region
 
 _PIECE = 1 << 20  # elements whose places are written out at a time
 
@@ -37,10 +39,12 @@ class ModelDigest:
 
     Attributes:
         boxes: by name of a tensor and by box (start, size and view), the box's digest.
+        ranks: whose they are, for messages.
 
     """
 
     boxes: Mapping[str, Mapping[Place, Digest]] = field(default_factory=dict, repr=False)
+    ranks: tuple[int, ...] = ()
 
     def __add__(self, other: ModelDigest) -> ModelDigest:
         """Return the digest of both; raise ``WeightReadError`` where copies of a box differ."""
@@ -51,14 +55,20 @@ class ModelDigest:
                 if mine.setdefault(place, digest) != digest:
                     start, size, _ = place
                     raise WeightReadError(
-                        f"{printable_name(name)}: ranks hold different values of the same part, of "
+                        f"{printable_name(name)}: {named_ranks(other.ranks)} and "
+                        f"{named_ranks(self.ranks)} hold different values of the same part, of "
                         f"{list(size)} at {list(start)}: load them again from one checkpoint"
                     )
-        return ModelDigest(boxes)
+        return ModelDigest(boxes, (*self.ranks, *other.ranks))
 
     def __radd__(self, other: object) -> ModelDigest:
         """Add to the 0 that :func:`sum` begins with."""
         return self if other == 0 else NotImplemented
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """By name, the digest of what these ranks hold of each tensor, all of it or not."""
+        return {name: _sum(boxes).hex for name, boxes in self.boxes.items()}
 
     @property
     def tensors(self) -> dict[str, str]:
@@ -86,58 +96,130 @@ class ModelDigest:
 
     def _whole(self) -> Iterator[tuple[str, Digest]]:
         for name, boxes in self.boxes.items():
-            first, *others = boxes.values()
+            whole = _sum(boxes)
             held = sum(math.prod(size) for _, size, _ in boxes)
-            if held != math.prod(first.shape):
+            if held != math.prod(whole.shape):
                 raise ValueError(
-                    f"{printable_name(name)}: the digest has {held} of {math.prod(first.shape)} "
+                    f"{printable_name(name)}: the digest has {held} of {math.prod(whole.shape)} "
                     "elements: add those of the other ranks"
                 )
-            yield name, sum(others, start=first)
+            yield name, whole
 
 
-def digest_of(module: nn.Module, layout: Layout | None = None) -> ModelDigest:
+def _sum(boxes: Mapping[Place, Digest]) -> Digest:
+    first, *others = boxes.values()
+    return sum(others, start=first)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return the ranks' numbers for a message."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def digest_of(
+    module: nn.Module, layout: Layout | None = None, names: Collection[str] | None = None
+) -> ModelDigest:
     """Return the digest of what this rank's ``module`` holds.
 
     By default tensors have the names of the module's tree, and what is computed while loading, such
-    as scales, is a tensor of its own. With the ``layout`` of a plan they are the checkpoint's.
+    as scales, is a tensor of its own; its name has the rank in it if each rank computes it from its
+    part of a weight. With the ``layout`` of a plan they are the checkpoint's; what
+    was quantized or cast has the digest of what was read, if ``keep_digests`` was set before. With
+    ``names``, only those tensors are looked at.
 
     Raises ``WeightReadError`` if a parameter has another shape than in the layout, holds no values,
     has padding that is not zero, or is quantized while it is loaded where the layout is of full
     precision.
     """
-    layout = layout_of_module(module) if layout is None else layout
+    own = set[str]()
+    if layout is None:
+        layout, own = layout_of_module(module), _computed_by_rank(module)
     rank = _rank_in(module, layout.ranks)
+    ties = {each.name: each.tied_to for each in layout.tensors if each.tied_to is not None}
+    wanted = None if names is None else {ties.get(name, name) for name in names}
+    held = [
+        (name, entry, boxes)
+        for name, entry, boxes in layout.held_on(rank)
+        if name not in ties and (wanted is None or name in wanted)
+    ]
+    paths = None if wanted is None else {entry.parameter for _, entry, _ in held}
     tensors: dict[str, torch.Tensor] = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    found: dict[str, dict[Place, Digest]] = {}
     for path, parameter in module.named_parameters():
-        padding = parameter.padding() if is_typed(parameter) and not parameter.is_meta else ()
-        if any(region.any() for region in padding):
-            raise WeightReadError(
-                f"{printable_name(path)} has padding that is not zero: load or update it again"
-            )
-    for name, entry, expert in layout.names():
-        if entry.tied_to is not None:
-            continue
+        if is_typed(parameter) and not parameter.is_meta and (paths is None or path in paths):
+            _check_padding(path, parameter)
+    sources = state_of(module).sources if loads_itself(module) else {}
+    found: Digests = {}
+    checked = set[str]()
+    for name, entry, boxes in held:
         tensor = tensors.get(entry.parameter)
-        boxes = [box for ranks, box in layout.held_by(entry, expert) if rank in ranks]
-        if not boxes and 0 not in entry.shape:
+        if entry.name not in checked:
+            checked.add(entry.name)
+            _check(entry, tensor, layout, rank)
+        named = f"{name} (rank {rank})" if entry.parameter in own else name
+        of_name = found.setdefault(named, {})
+        if _is_made(layout, entry) and (name in sources or _is_quantized(layout, entry)):
+            of_name.update(_kept(sources, name, entry))
             continue
-        _check(entry, tensor, layout, rank)
         assert tensor is not None
-        of_name = found.setdefault(name, {})
         for box in boxes:
-            digest = _of_box(tensor.detach(), entry, box)
-            of_name[box.start, _held_size(box), box.view] = digest
+            of_name[box.start, _held_size(box), box.view] = _of_box(tensor.detach(), entry, box)
         if not boxes:
             of_name[entry.shape, entry.shape, None] = Digest(tensor.dtype, entry.shape)
-    for name, entry, _ in layout.names():
-        if entry.tied_to in found:
-            found[name] = found[entry.tied_to]
-    return ModelDigest(found)
+    for name, other in ties.items():
+        if other in found and (names is None or name in names):
+            found[name] = found[other]
+    return ModelDigest(found, (rank,))
+
+
+def source_digests(module: nn.Module) -> ModelDigest:
+    """Return the digests of what loading has quantized or cast, as it was: with ``keep_digests``.
+
+    Names, dtypes and shapes are those of the checkpoint, or of what an update was given.
+    """
+    layout = layout_of_module(module)
+    return ModelDigest(state_of(module).sources, (_rank_in(module, layout.ranks),))
+
+
+def digested(found: Digests) -> Callable[[Fill], Iterable[tuple[Weight, Destination]]]:
+    """Return ``Fill.jobs`` that adds the digests of what is read to be converted or cast."""
+
+    def jobs(fill: Fill) -> Iterable[tuple[Weight, Destination]]:
+        location, part = fill.location, stored_part(fill)
+        if location.conversion is None and location.tensor.dtype == part.dtype:
+            return fill.jobs()
+        of_name = found.setdefault(part.name, {})
+        standing_in = fill._replace(weight=cast(Weight, cast(Handle, part)))
+        return (
+            (weight, _DigestedSink(sink, cast(Region, cast(object, box)), part.sizes, of_name))
+            for (weight, sink), (box, _) in zip(fill.jobs(), standing_in.jobs(), strict=True)
+        )
+
+    return jobs
+
+
+class _DigestedSink:
+    """A sink that adds the digest of what it receives, before that is converted or cast."""
+
+    def __init__(
+        self, sink: Destination, region: Region, shape: torch.Size, found: dict[Place, Digest]
+    ) -> None:
+        self._sink, self._region, self._shape, self._found = sink, region, shape, found
+        self.device = sink.device
+
+    def receive(self, weight: Weight) -> None:
+        if not isinstance(weight, torch.Tensor):
+            read = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+            read_into(weight, read)
+            weight = read
+        start, size = zip(*self._region.box, strict=True) if self._region.box else ((), ())
+        view = None if self._region.sizes == self._shape else tuple(self._region.sizes)
+        self._found[start, size, view] = _viewed(weight.detach(), start, view, self._shape)
+        read_into(weight, self._sink)
 
 
 def _rank_in(module: nn.Module, ranks: int) -> int:
@@ -156,6 +238,52 @@ def _rank_in(module: nn.Module, ranks: int) -> int:
     )
 
 
+def _computed_by_rank(module: nn.Module) -> set[str]:
+    """Return the paths of scales that each rank computes from its own part of a weight."""
+    paths = set[str]()
+    for path, each in module.named_modules():
+        conversions: Mapping[str, Any] = getattr(each, "conversions", {})
+        for attr, conversion in conversions.items():
+            if _is_cut(getattr(each, attr)):
+                made = (name for name in conversion.makes if not _is_cut(getattr(each, name)))
+                paths.update(f"{path}.{name}" if path else name for name in made)
+    return paths
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return is_typed(tensor) and any(slot.parts > 1 for dim in tensor.dims for slot in dim.slots)
+
+
+def _check_padding(path: str, parameter: BasevLLMParameter) -> None:
+    if any(region.any() for region in parameter.padding()):
+        raise WeightReadError(
+            f"{printable_name(path)} has padding that is not zero: load or update it again"
+        )
+
+
+def _is_quantized(layout: Layout, entry: StoredTensorLayout) -> bool:
+    return layout.partitions[entry.partition].conversion not in (None, "exponents")
+
+
+def _is_made(layout: Layout, entry: StoredTensorLayout) -> bool:
+    """Tell whether a parameter has other bits than the tensor that fills it."""
+    made = layout.partitions[entry.partition].conversion is not None
+    return made or layout.parameters[entry.parameter].dtype != entry.dtype
+
+
+def _kept(
+    sources: Mapping[str, Mapping[Place, Digest]], name: str, entry: StoredTensorLayout
+) -> Mapping[Place, Digest]:
+    """Return the digests of what a parameter was made from."""
+    if name not in sources:
+        raise WeightReadError(
+            f"{printable_name(entry.parameter)} is quantized while it is loaded, so it holds no "
+            f"values of {printable_name(name)}: take the digest by the module's own layout, or set "
+            "keep_digests before loading"
+        )
+    return sources[name]
+
+
 def _check(
     entry: StoredTensorLayout, tensor: torch.Tensor | None, layout: Layout, rank: int
 ) -> None:
@@ -169,11 +297,6 @@ def _check(
         )
     if tensor.is_meta:
         raise WeightReadError(f"{path} holds no values: load the weights first")
-    if layout.partitions[entry.partition].conversion not in (None, "exponents"):
-        raise WeightReadError(
-            f"{path} is quantized while it is loaded, so it holds no values of "
-            f"{printable_name(entry.name)}: take the digest by the module's own layout"
-        )
 
 
 def _held_size(box: HeldBox) -> tuple[int, ...]:
@@ -198,10 +321,18 @@ def _of_box(tensor: torch.Tensor, entry: StoredTensorLayout, box: HeldBox) -> Di
         region = tensor.as_strided((1,) * len(box.size), (1,) * len(box.size), held.offset)
     else:
         region = tensor.as_strided(held.shape, held.strides, held.offset).reshape(box.size)
+    return _viewed(region, start, view, shape)
+
+
+def _viewed(
+    region: torch.Tensor, start: tuple[int, ...], view: tuple[int, ...] | None, shape: Sequence[int]
+) -> Digest:
+    """Return the digest of a box of a tensor of ``shape``, which may be a box of a view of it."""
+    shape = tuple(shape)
     if view is None or view == shape:
         return digest_box(region, start, shape)
     if view[-1:] == shape[-1:]:  # rows are counted in the same order
-        return replace(digest_box(region, start, view), shape=tuple(shape))
+        return replace(digest_box(region, start, view), shape=shape)
     return _of_elements(region, start, view, shape)
 
 

@@ -61,6 +61,21 @@ class _Stored(Region):
         return _Stored(self.name, shape, whole(shape), self.dtype, shape)
 
 
+def stored_part(fill: Fill) -> Region:
+    """Return what stands for the weight of a fill where only its place in a tensor is wanted."""
+    name, sizes, box = _placed(fill.name, fill.weight)
+    return _Stored.within(name, sizes, box or whole(sizes), fill.weight.dtype)
+
+
+def _placed(name: str, weight: Weight) -> tuple[str, torch.Size, Box | None]:
+    """Return name and sizes of the tensor that a weight is a box of; no box if it is all of it."""
+    if isinstance(weight, Region):  # an override may have given it another name
+        return weight.name, weight.sizes, None if weight.shape == weight.sizes else weight.box
+    if isinstance(weight, FileHandle) and weight.whole is not None:
+        return weight.region[:3]
+    return name, weight.shape, None
+
+
 def layout_of_fills(
     module: nn.Module, fills: Iterable[Fill], report: LoadReport, ranks: int | None = None
 ) -> Layout:
@@ -73,17 +88,11 @@ def layout_of_fills(
                 "a sharded state stores what each rank holds, so it has no layout: plan the "
                 "checkpoint that it was made of, or take the layout of the module"
             )
-        box, sizes = None, weight.shape
-        if isinstance(weight, Region):
-            name = weight.name  # an override may have given it another one
-            box = None if sizes == weight.sizes else weight.box
-            sizes = weight.sizes
-        elif isinstance(weight, FileHandle) and weight.whole is not None:
-            name, sizes, box, _, _ = weight.region
-        elif isinstance(weight, torch.Tensor) and name not in report.loaded[location.path]:
+        name, sizes, box = _placed(name, weight)
+        if isinstance(weight, torch.Tensor) and name not in report.loaded[location.path]:
             absent.append((name, slot, weight, location))  # the layer fills it by itself
             continue
-        elif not isinstance(weight, FileHandle) and tied_to is None:
+        if not isinstance(weight, Region | FileHandle) and tied_to is None:
             if name in in_memory:
                 raise WeightLoadError(
                     f"{name} fills several parameters, and what an override has made of a tensor "

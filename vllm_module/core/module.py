@@ -67,6 +67,8 @@ class vLLMModule(GuardedModule):
         allow_nan: whether weights may be NaN, when this is the module that is loaded or updated.
             By default a NaN is refused by the tensor's name, in a tensor in memory and in one that
             is read onto a GPU.
+        keep_digests: whether loads and updates that are called on this module keep the digests of
+            what they quantize or cast, as it was read: see :meth:`digest`.
 
     """
 
@@ -77,6 +79,7 @@ class vLLMModule(GuardedModule):
     zero_weights: Mapping[str, str] = MappingProxyType({})
     conversions: Mapping[str, Conversion] = MappingProxyType({})
     allow_nan: bool = False
+    keep_digests: bool = False
 
     def load_weights(self, weights: Weights) -> set[str]:
         """Load a whole checkpoint and return the names of the parameters and buffers it fills.
@@ -213,7 +216,8 @@ class vLLMModule(GuardedModule):
         """Return for each tensor of a checkpoint a number that no layout changes.
 
         It is of what this rank holds; ranks' digests are added. Tensors have the names of
-        :meth:`expected_weights`, or with a plan's ``layout`` those of its checkpoint.
+        :meth:`expected_weights`, or with a plan's ``layout`` those of its checkpoint. What was
+        quantized or cast then has the digest of what was read, if ``keep_digests`` was set before.
         """
         from vllm_module.core.digests import digest_of  # needs kernels, which a load does not
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import (
@@ -35,6 +35,7 @@ class LoadReport:
         skipped: by checkpoint name, the reason of the skip rule that covers it.
         missing, unexpected, duplicated, misshapen: the problems, for which a load is refused.
         advice: what else the refusal says.
+        digests: of what this rank has read, if the load was to keep them.
 
     """
 
@@ -45,6 +46,7 @@ class LoadReport:
     duplicated: list[Problem] = field(default_factory=list)
     misshapen: list[Problem] = field(default_factory=list)
     advice: str = ""
+    digests: Any = None  # a ModelDigest, whose module needs this one
 
     _KINDS = (
         ("missing", MissingWeightError, "the checkpoint lacks them"),

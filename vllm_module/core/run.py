@@ -95,6 +95,12 @@ class Run:
         self.overwritten: dict[Location, None] = {}
         self.failure: BaseException | None = None
         self._refuses_nan = not getattr(root, "allow_nan", False)
+        self._sources: dict[str, Any] = {}  # digests
+        self._jobs_of: Callable[[Fill], Any] = Fill.jobs
+        if getattr(root, "keep_digests", False):
+            from vllm_module.core.digests import digested  # needs kernels, which a load does not
+
+            self._jobs_of = digested(self._sources)
         self._reader: Reader | None = None
         self._opened = ExitStack()  # the reader, until the run ends
         self._allocation = Allocation(self.tree, partial=partial)
@@ -119,7 +125,9 @@ class Run:
             self._reader = self._opened.enter_context(open_reader(plan))
         self.fill(plan.fills)
         self._process_rest()
-        state_of(self.root).report = plan.report
+        state, kept = state_of(self.root), self._jobs_of is not Fill.jobs
+        state.report = plan.report
+        state.sources = state.sources | self._sources if kept else {}
         if not self.partial:
             allow_to_run(self.tree.modules)
 
@@ -166,7 +174,7 @@ class Run:
                 continue
             if target.held:
                 self.overwritten[location] = None
-            for weight, destination in fill.jobs():
+            for weight, destination in self._jobs_of(fill):
                 if not isinstance(weight, torch.Tensor):
                     yield weight, destination
                 elif reader.stages(weight, destination):

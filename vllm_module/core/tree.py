@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.report import LoadReport
 from vllm_module.parameters import BasevLLMParameter
+
+if TYPE_CHECKING:
+    from vllm_module.weights.digests import Digests
 
 _NO_CONVERSIONS: dict[str, Conversion] = {}
 _NOTHING_BESIDE: dict[str, str] = {}
@@ -40,6 +43,7 @@ class LoadState:
         in_progress: whether it is being loaded.
         guard: the hook that checks before a forward pass; ``None`` once the module is ready.
         report: of the last load called on it.
+        sources: with ``keep_digests``, the digests of what tensors were converted or cast from.
 
     """
 
@@ -50,6 +54,7 @@ class LoadState:
     in_progress: bool = False
     guard: RemovableHandle | None = None
     report: LoadReport | None = None
+    sources: Digests = field(default_factory=dict)
 
 
 class Node:

@@ -32,6 +32,7 @@ from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization import QuantizableLayer, Scheme
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.weights import Weight
+from vllm_module.weights.digests import DIGESTS, digests_file
 from vllm_module.weights.sharded_state import ShardedState
 
 FILE_BYTES = 5_000_000_000  # bytes of a file, at most, unless one layer has more
@@ -329,7 +330,7 @@ def _write(
     file_bytes: int,
     on_tensors: Callable[[int], object],
 ) -> int:
-    """Write all units and, if there is more than one file, the index; return the bytes."""
+    """Write all units, their digests and, if there are several files, the index; return bytes."""
     files: list[list[_Unit]] = [[]]
     nbytes = total = 0
     for unit in units:
@@ -340,6 +341,7 @@ def _write(
         files[-1].append(unit)
         nbytes, total = nbytes + size, total + size
     weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
     done = 0
     for number, kept in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -348,11 +350,12 @@ def _write(
         for unit in kept:
             tensors |= unit.tensors
         weight_map |= dict.fromkeys(tensors, name)
-        with SafetensorsWriter(folder / name, tensors, aligned=True) as file:
+        with SafetensorsWriter(folder / name, tensors, aligned=True, digests=digests) as file:
             for unit in kept:
                 unit.write(file)
                 done += sum(stored.nbytes for stored in unit.tensors.values())
                 on_tensors(done)
+    write_json(folder / DIGESTS, digests_file([digests]))
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)

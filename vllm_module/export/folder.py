@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -16,11 +15,12 @@ from typing import Any
 
 from vllm_module.base.messages import printable
 from vllm_module.weights import read_file
+from vllm_module.weights.digests import DIGESTS
 from vllm_module.weights.hub import CODE, SMALL_FILES
 
 _POOLING = "1_Pooling/config.json"  # file of sentence-transformers
 # Files that are written anew, or would be wrong.
-_OF_THE_WEIGHTS = ("config.json", "sharded_state.json", "*.index.json")
+_OF_THE_WEIGHTS = ("config.json", "sharded_state.json", DIGESTS, "*.index.json")
 
 
 class FolderExistsError(ValueError, FileExistsError):
@@ -31,9 +31,8 @@ class FolderExistsError(ValueError, FileExistsError):
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``out``, which is renamed to ``out`` if the block succeeds.
 
-    ``SHA256SUMS`` gets digests of its safetensors files, in the format of ``sha256sum -c``. If the
-    block fails, the temporary folder is removed. Raises ``FolderExistsError`` if ``out`` exists and
-    is no empty folder, before the block or after it.
+    If the block fails, the temporary folder is removed. Raises ``FolderExistsError`` if ``out``
+    exists and is no empty folder, before the block or after it.
     """
     demand_free(out)
     out = Path(os.path.abspath(out))
@@ -41,7 +40,6 @@ def new_folder(out: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield temporary
-        _write_digests(temporary)
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o777 & ~mask)  # mkdtemp allows the owner only
@@ -56,19 +54,6 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is nothing to remove
-
-
-def _write_digests(folder: Path) -> None:
-    """Write the SHA-256 of each safetensors file; loads do not check it, which would be slow."""
-    lines = []
-    for path in sorted(folder.glob("*.safetensors")):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while data := file.read(1 << 20):
-                digest.update(data)
-        lines.append(f"{digest.hexdigest()}  {path.name}\n")
-    if lines:
-        (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
 
 
 def demand_free(out: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from vllm_module.base.messages import printable_name
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.weights.digests import digest_weight
 from vllm_module.weights.header import DTYPES
 
 _CODES = {getattr(torch, dtype.name): code for code, dtype in DTYPES.items()}
@@ -36,11 +37,20 @@ class SafetensorsWriter:
     Tensors are laid out in the order of ``tensors``. With ``aligned``, those of wide dtypes come
     before those of narrow ones, as in safetensors' own writer, so that each can be mapped.
     ``metadata`` is ``{"format": "pt"}``, which transformers requires. Use it as a context manager:
-    the end of the block closes the file, and all tensors must be written by then.
+    the end of the block closes the file, and all tensors must be written by then. ``digests`` gets
+    the digest of each tensor, by name.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Stored], *, aligned: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, Stored],
+        *,
+        aligned: bool,
+        digests: dict[str, str] | None = None,
+    ) -> None:
         self._tensors = dict(tensors)
+        self._digests = digests
         names = list(tensors)
         if aligned:
             names.sort(key=lambda name: -tensors[name].dtype.itemsize)
@@ -69,6 +79,8 @@ class SafetensorsWriter:
         stored = Stored(tensor.dtype, tuple(tensor.shape))
         assert stored == self._tensors[name], (name, stored, self._tensors[name])
         place = self._places.pop(name)
+        if self._digests is not None:
+            self._digests[name] = digest_weight(tensor).hex
         if stored.nbytes:
             values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             _write_all(self._file.fileno(), values.numpy(), self._start + place)

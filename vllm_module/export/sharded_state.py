@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from vllm_module.base.messages import printable
 from vllm_module.base.version import __version__
 from vllm_module.build.held import held_tensors, load_from
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
+from vllm_module.core.digests import digest_of
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
 from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.hf_config import read_entries
+from vllm_module.weights.digests import DIGESTS, digests_file
 from vllm_module.weights.safetensors import SafetensorsFile
 from vllm_module.weights.sharded_state import (
     FORMAT_VERSION,
@@ -48,9 +48,8 @@ def shard(
     """Load each rank of a model in turn, and write its tensors to the folder ``out``.
 
     The tensors are its parameters and persistent buffers: cut, fused, quantized and padded. A tied
-    one
-    is written once. Host memory holds one rank. ``on_rank`` is called after each rank, with the
-    bytes of its tensors.
+    one is written once. ``digests.json`` has their digests. Host memory holds one rank. ``on_rank``
+    is called after each rank, with the bytes of its tensors.
 
     Raises:
         ValueError: ``out`` exists and is no empty folder.
@@ -70,12 +69,14 @@ def shard(
     with new_folder(Path(os.path.expanduser(out))) as folder:
         copy_small_files(source.folder, folder)
         write_json(folder / "config.json", read_entries(source.folder, config.hf_overrides))
-        ranks = []
+        ranks, digests = [], []
         for rank in range(tensor_parallel_size):
             with tensor_parallel(rank=rank, size=tensor_parallel_size):
-                files, nbytes = _write_rank(source, rank, folder, part_bytes)
+                files, held, nbytes = _write_rank(source, rank, folder, part_bytes)
             ranks.append(files)
+            digests.append(held)
             on_rank(rank, nbytes)
+        write_json(folder / DIGESTS, digests_file(digests))
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             library_version=__version__,
@@ -93,8 +94,8 @@ def shard(
 
 def _write_rank(
     source: ModelSource, rank: int, folder: Path, part_bytes: int
-) -> tuple[list[ShardFile], int]:
-    """Load this rank's model and write it; return its files and the bytes of its tensors."""
+) -> tuple[list[ShardFile], dict[str, str], int]:
+    """Load this rank's model and write it; return its files, and digests and bytes of tensors."""
     with source.open() as checkpoint:
         model = source.build(_CPU, len(checkpoint))
         load_from(model, checkpoint)
@@ -114,7 +115,7 @@ def _write_rank(
         finally:
             written.close()
         files.append(ShardFile(size=path.stat().st_size, fingerprint=fingerprint))
-    return files, sum(each.nbytes for each in held.values())
+    return files, model.digest().parts, sum(each.nbytes for each in held.values())
 
 
 def _parts(held: dict[str, torch.Tensor], part_bytes: int) -> list[dict[str, torch.Tensor]]:
@@ -142,11 +143,11 @@ def _demand_same_when_processed_again(model: vLLMModule) -> None:
             continue
         if type(module).process_weights_after_loading is own:
             continue
-        before = _digests(module)
+        before = digest_of(module).parts
         with torch.no_grad():
             for step in module.processing():
                 step()
-        after = _digests(module)
+        after = digest_of(module).parts
         if changed := [name for name, digest in after.items() if digest != before.get(name)]:
             tensor = f"{path}.{changed[0]}" if path else changed[0]
             raise UnsupportedModelError(
@@ -154,14 +155,3 @@ def _demand_same_when_processed_again(model: vLLMModule) -> None:
                 "what is held cannot be loaded again: let process_weights_after_loading compute "
                 "into a buffer that is not persistent"
             )
-
-
-def _digests(module: nn.Module) -> dict[str, bytes]:
-    """Return a digest of each tensor at and below ``module`` that a sharded state has."""
-    return {
-        name: hashlib.blake2b(
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        ).digest()
-        for name, tensor in held_tensors(module).items()
-        if tensor.numel()
-    }

@@ -142,6 +142,10 @@ class StoredTensorLayout:
 
     __pydantic_config__ = _CLOSED
 
+    def name_of(self, expert: int) -> str:
+        """Return the name of the tensor of one expert."""
+        return self.name.replace(EXPERT, str(expert), 1)
+
 
 class Owner(NamedTuple):
     """A rank that holds an element, and where.
@@ -195,7 +199,7 @@ class Layout:
         """
         exact, templates = self._by_name
         if (entry := exact.get(name)) is not None:
-            return entry, None
+            return entry, None if entry.experts is None else entry.experts[0]
         parts = name.split(".")
         for at, part in enumerate(parts):
             if part.isdecimal() and str(expert := int(part)) == part:
@@ -212,7 +216,7 @@ class Layout:
     ) -> tuple[dict[str, StoredTensorLayout], dict[str, list[StoredTensorLayout]]]:
         exact, templates = {}, dict[str, list[StoredTensorLayout]]()
         for entry in self.tensors:
-            if entry.experts is None:
+            if entry.experts is None or EXPERT not in entry.name:
                 exact[entry.name] = entry
             else:
                 templates.setdefault(entry.name, []).append(entry)
@@ -224,10 +228,9 @@ class Layout:
             if entry.experts is None:
                 yield entry.name, entry, None
                 continue
-            before, _, after = entry.name.partition(EXPERT)
             first, count = entry.experts
             for expert in range(first, first + count):
-                yield f"{before}{expert}{after}", entry, expert
+                yield entry.name_of(expert), entry, expert
 
     def held_by(
         self, entry: StoredTensorLayout, expert: int | None = None
@@ -241,7 +244,36 @@ class Layout:
                 if not 0 <= number < held.experts[1]:
                     continue
             for box in held.boxes:
-                yield held.ranks, box if not number else _moved(box, number)
+                yield held.ranks, _moved(box, number)
+
+    def held_on(self, rank: int) -> Iterator[tuple[str, StoredTensorLayout, list[HeldBox]]]:
+        """Yield each tensor that a rank holds a part of, by name, and its boxes there.
+
+        Of a layer's experts only those are looked at that the rank has. A tensor without elements
+        has no boxes.
+        """
+        of_partition: dict[int, list[RankBoxes]] = {}
+        for entry in self.tensors:
+            here = of_partition.get(entry.partition)
+            if here is None:
+                cut = self.partitions[entry.partition].held
+                here = of_partition[entry.partition] = [each for each in cut if rank in each.ranks]
+            if entry.experts is None:
+                boxes = [box for held in here for box in held.boxes]
+                if boxes or 0 in entry.shape:
+                    yield entry.name, entry, boxes
+                continue
+            first, count = entry.experts
+            of_expert: dict[int, list[HeldBox]] = {}
+            if 0 in entry.shape:
+                of_expert = {expert: [] for expert in range(first, first + count)}
+            for held in here:
+                begin, number = held.experts or (first, count)
+                for expert in range(max(first, begin), min(first + count, begin + number)):
+                    moved = (_moved(box, expert - begin) for box in held.boxes)
+                    of_expert.setdefault(expert, []).extend(moved)
+            for expert, boxes in of_expert.items():
+                yield entry.name_of(expert), entry, boxes
 
     def owners(self, name: str, index: Sequence[int]) -> list[Owner]:
         """Return each rank that holds element ``index`` of the tensor ``name``, and where.
@@ -278,6 +310,8 @@ class Layout:
 
 def _moved(box: HeldBox, experts: int) -> HeldBox:
     """Return the box of the expert that comes this number after the first one."""
+    if not experts:
+        return box
     held = _shifted(box.held, experts)
     made = tuple(Made(each.attr, _shifted(each.held, experts)) for each in box.made)
     return HeldBox(box.start, box.size, held, box.view, made)

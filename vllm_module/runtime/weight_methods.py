@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
-from vllm_module.core.digests import ModelDigest, digest_of
+from vllm_module.core.digests import ModelDigest, digest_of, source_digests
 from vllm_module.core.report import fold
 from vllm_module.errors import ModelNotReadyError, WeightReadError
 from vllm_module.runtime.arguments import known_arguments
@@ -17,6 +18,19 @@ from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.weights import Weight
 
 _T = TypeVar("_T")
+
+
+def _keep_digests(model: Any, *, keep: bool) -> bool:
+    """Keep digests in later updates, or do not; return what it was."""
+    kept, model.keep_digests = model.keep_digests, keep
+    return bool(kept)
+
+
+def _held_and_sent(model: nn.Module, *, names: frozenset[str]) -> tuple[ModelDigest, ModelDigest]:
+    """Return the digests of these tensors as a rank holds them, and as they came."""
+    sent = source_digests(model)
+    boxes = {name: boxes for name, boxes in sent.boxes.items() if name in names}
+    return digest_of(model, names=names), ModelDigest(boxes, sent.ranks)
 
 
 class WeightMethods:
@@ -41,7 +55,9 @@ class WeightMethods:
         An engine that sleeps at level 2 needs a whole checkpoint, and is awake afterwards.
 
         ``digests`` are those that tensors should have afterwards, by the names of :meth:`digest`.
-        If one has another, the engine refuses to run, as after an update that failed.
+        A tensor that is quantized or cast may have that of what was sent, in the dtype in which it
+        was sent, or that of what the engine holds. Only named tensors are looked at. If one has
+        another digest, the engine refuses to run, as after an update that failed.
 
         Raises:
             WeightLoadError: the model refuses the weights.
@@ -60,15 +76,22 @@ class WeightMethods:
         weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
         digests: Mapping[str, str] | None,
     ) -> None:
-        self.executor.update_weights(weights)
         if digests is None:
+            self.executor.update_weights(weights)
             return
+        kept = self.executor.apply_model(partial(_keep_digests, keep=True))
+        self.executor.update_weights(weights)
+        names = frozenset(digests)
         try:
-            held = self._digest().tensors
-        except ValueError as error:
+            parts = self.executor.apply_model(partial(_held_and_sent, names=names))
+            right = [
+                sum(of_ranks, start=ModelDigest()).tensors for of_ranks in zip(*parts, strict=True)
+            ]
+        except (ValueError, WeightReadError) as error:
             self.executor.refusal = describe_error(error)
             raise
-        wrong = [name for name, digest in digests.items() if held.get(name) != digest]
+        self.executor.apply_model(partial(_keep_digests, keep=kept[0]))
+        wrong = [n for n, digest in digests.items() if digest not in [of.get(n) for of in right]]
         if wrong:
             self.executor.refusal = (
                 "after an update of the weights, the engine does not have the digests that it "

@@ -8,7 +8,7 @@ import torch
 
 from compilation.launches import E4M3, FP32, Cases, meta, tried
 from vllm_module.kernels.digest.boxes import matrices
-from vllm_module.kernels.digest.on_device import add_matrix_triton
+from vllm_module.kernels.digest.digest_matrix import digest_matrix_triton
 from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_triton,
     act_and_mul_triton,
@@ -104,7 +104,7 @@ def digested(*shape: int, dtype: torch.dtype) -> Callable[[], object]:
 
     def launch() -> None:
         for matrix in matrices(meta(*shape, dtype=dtype), starts, whole):
-            add_matrix_triton(matrix)
+            digest_matrix_triton(*matrix)
 
     return launch
 

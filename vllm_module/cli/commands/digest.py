@@ -2,64 +2,94 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from vllm_module.base.messages import printable
-from vllm_module.cli.options import JsonOption, LoadFormat, WeightOptions
-from vllm_module.cli.output import by_number, console, print_json, print_table, print_text, working
+from vllm_module.base.messages import printable, printable_name
+from vllm_module.cli.options import JsonOption, WeightOptions
+from vllm_module.cli.output import (
+    CommandError,
+    by_number,
+    console,
+    print_json,
+    print_table,
+    print_text,
+    working,
+    writing,
+)
 from vllm_module.cli.output import shape as shape_text
+from vllm_module.cli.stored_weights import StoredSource, find_weights
+from vllm_module.core.report import fold
 
 
 def digest(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT",
-            help="A folder in Hugging Face layout, a hub id, or one file of weights.",
-            show_default=False,
-        ),
-    ],
+    source: StoredSource,
     *,
     weights: WeightOptions,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Also write the digests for loads to compare: digests.json beside the weights.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print a digest of each tensor.
 
-    Another one is that of the whole checkpoint. Every byte is read.
+    Another one is that of the whole checkpoint. Every byte is read. Of a sharded state, the tensors
+    of rank 0 are read.
 
     Equal tensors have equal digests, whatever files they are in and in which format. The dtype and
     the shape are part of a tensor's digest, and the name is part of that of all. A digest finds
     mistakes; it is no proof against somebody who makes tensors that have the same one.
 
+    If there is a digests.json beside the weights, the exit code is 1 where it has other digests,
+    except of a sharded state, which a load with --digests compares.
+
     JSON keys: checkpoint; load_format (or null); digest (of all); tensors (name, dtype, shape,
-    digest).
+    digest); different (names that digests.json has another digest of, or null without one).
     """
-    if weights.load_format is LoadFormat.dummy:
-        raise typer.BadParameter("dummy weights are not stored", param_hint="--load-format")
-    if weights.model_code is not None:
-        from vllm_module.build.registry import load_model_code
-
-        load_model_code(weights.model_code)
-    from vllm_module.weights.digests import digest_of_all, digest_weight
-    from vllm_module.weights.source import find_source, open_weights
-
-    found = find_source(
-        source,
-        load_format=weights.load_format.value,
-        download_dir=weights.download_dir,
-        described=False,
+    found, path = find_weights(source, weights)
+    from vllm_module.weights.digests import (
+        DIGESTS,
+        digest_of_all,
+        digest_weight,
+        digests_file,
+        stored_digests,
     )
-    path: Path = getattr(found, "path", found.folder)
+    from vllm_module.weights.sharded_state import ShardedState
+    from vllm_module.weights.source import open_weights
+
     digests = {}
     with working("reading") as show, open_weights(found) as checkpoint:
-        taken = checkpoint.load_format
+        taken, stored = checkpoint.load_format, None
+        if not isinstance(checkpoint, ShardedState):
+            stored = stored_digests(found.folder)
         for name, weight in checkpoint.items():  # in the order of the files
             show(f"reading {printable(name)}")
             digests[name] = digest_weight(weight)
-    names = sorted(digests, key=by_number)
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "dtype": str(digests[name].dtype).removeprefix("torch."),
+            "shape": list(digests[name].shape),
+            "digest": digests[name].hex,
+        }
+        for name in sorted(digests, key=by_number)
+    ]
+    by_name = {each["name"]: each["digest"] for each in tensors}
+    if out is not None:
+        with writing(out):
+            out.write_text(json.dumps(digests_file([by_name]), indent=2) + "\n", encoding="utf-8")
+    different = None
+    if stored is not None:
+        listed = by_name.keys() | stored[0].keys()
+        different = sorted(n for n in listed if by_name.get(n) != stored[0].get(n))
     of_all = digest_of_all(digests.items())
     if as_json:
         print_json(
@@ -67,31 +97,22 @@ def digest(
                 "checkpoint": str(path),
                 "load_format": taken,
                 "digest": of_all,
-                "tensors": [
-                    {
-                        "name": name,
-                        "dtype": str(digests[name].dtype).removeprefix("torch."),
-                        "shape": list(digests[name].shape),
-                        "digest": digests[name].hex,
-                    }
-                    for name in names
-                ],
+                "tensors": tensors,
+                "different": different,
             }
         )
-        return
-    out = console()
-    print_table(
-        out,
-        ("digest", "tensor", "shape", "dtype"),
-        [
-            (
-                digests[name].hex,
-                printable(name),
-                shape_text(list(digests[name].shape)),
-                str(digests[name].dtype).removeprefix("torch."),
-            )
-            for name in names
-        ],
-    )
-    out.print()
-    print_text(out, f"{of_all}  all tensors")
+    else:
+        screen = console()
+        rows = [
+            (each["digest"], printable(each["name"]), shape_text(each["shape"]), each["dtype"])
+            for each in tensors
+        ]
+        print_table(screen, ("digest", "tensor", "shape", "dtype"), rows)
+        screen.print()
+        print_text(screen, f"{of_all}  all tensors")
+    if different:
+        raise CommandError(
+            f"{printable(found.folder / DIGESTS)} has other digests of "
+            f"{', '.join(map(printable_name, fold(different)))}: download the files again, or "
+            "write digests.json again if the change was meant"
+        )

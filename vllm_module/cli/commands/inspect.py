@@ -7,19 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
-from vllm_module.cli.options import (
-    AllOption,
-    JsonOption,
-    LoadFormat,
-    WeightOptions,
-)
+from vllm_module.cli.options import AllOption, JsonOption, WeightOptions
 from vllm_module.cli.output import (
     by_number,
     console,
@@ -32,6 +26,7 @@ from vllm_module.cli.output import (
     size,
     working,
 )
+from vllm_module.cli.stored_weights import StoredSource, find_weights
 from vllm_module.core.report import fold
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 
@@ -68,14 +63,7 @@ class ListedTensor:
 
 @paused_gc()
 def inspect(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT",
-            help="A folder in Hugging Face layout, a hub id, or one file of weights.",
-            show_default=False,
-        ),
-    ],
+    source: StoredSource,
     *,
     weights: WeightOptions,
     every: AllOption = False,
@@ -91,23 +79,9 @@ def inspect(
     tensors (name, dtype, shape, bytes, file and byte_range in the file, or null); files and dtypes
     (tensors and bytes of each); total (tensors, elements, bytes).
     """
-    if weights.load_format is LoadFormat.dummy:
-        raise typer.BadParameter(
-            "dummy weights are not stored: plan lists those of a model", param_hint="--load-format"
-        )
-    if weights.model_code is not None:
-        from vllm_module.build.registry import load_model_code
+    found, path = find_weights(source, weights)
+    from vllm_module.weights.source import open_weights
 
-        load_model_code(weights.model_code)
-    from vllm_module.weights.source import find_source, open_weights
-
-    found = find_source(  # a download draws its own bars
-        source,
-        load_format=weights.load_format.value,
-        download_dir=weights.download_dir,
-        described=False,
-    )
-    path: Path = getattr(found, "path", found.folder)
     with working("reading headers"):
         with open_weights(found) as checkpoint:
             architecture = _architecture(found.folder, getattr(checkpoint, "config", None))

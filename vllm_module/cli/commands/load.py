@@ -67,18 +67,27 @@ def load(
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Draw the memory over time: .png, .svg …"),
     ] = None,
+    digests: Annotated[
+        bool,
+        typer.Option(
+            "--digests",
+            help="Compare what is read by digests: among ranks, and with digests.json.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint; report time and memory.
 
     With --tp, this process loads the ranks one after another. Under torchrun, each process loads
-    its own rank.
+    its own rank. --digests refuses weights that differ from the digests.json beside them, if there
+    is one, and copies of a part that differ between ranks, by tensor and rank.
 
     JSON keys: checkpoint; model_impl (native or transformers); dtype; device;
     tensor_parallel_size; simulated; ranks (rank, load_format or null, bytes_read, seconds,
     bytes_per_second, resident_before_bytes, peak_resident_bytes, peak_cuda_bytes or null,
     replicated: the share of the parameters that it holds whole); report (loaded: parameter to its
-    checkpoint names; skipped: name to rule).
+    checkpoint names; skipped: name to rule; digests: by name, or null without --digests or if only
+    one of several ranks was loaded).
     """
     tp_size = tensor_parallel_size(ranks.tp)
     if rank is not None and (under_torchrun() or rank >= tp_size):
@@ -106,20 +115,33 @@ def load(
     config = model_config(source, precision, model, ranks.enable_expert_parallel)
     if under_torchrun():
         with process_group(target):
-            model_source, report, loads, traces = _load_own_rank(
-                config, load_format, target, devices.timeout, records
+            model_source, reports, loads, traces = _load_own_rank(
+                config, load_format, target, devices.timeout, records, digests
             )
     else:
         model_source = ModelSource.find(config, load_format)
-        loads = []
+        loads, reports = [], []
         for each in range(tp_size) if rank is None else (rank,):
             traces += [RankTrace(each)] if records else []
             recorded = traces[-1] if records else None
             with tensor_parallel(rank=each, size=tp_size):
                 measured, report = load_rank(
-                    model_source, target, each, show_progress=True, trace=recorded
+                    model_source,
+                    target,
+                    each,
+                    show_progress=True,
+                    trace=recorded,
+                    keep_digests=digests,
                 )[:2]
             loads.append(measured)
+            reports.append(report)
+    together = None
+    if digests:
+        from vllm_module.build.consistency import demand_digests
+
+        kept = [each.digests for each in reports]
+        together = demand_digests(model_source.folder, tp_size, kept)
+    report = reports[0]
     if not is_first_rank():
         return
     if trace is not None:
@@ -139,7 +161,11 @@ def load(
                 "tensor_parallel_size": tp_size,
                 "simulated": simulated,
                 "ranks": loads,
-                "report": {"loaded": report.loaded, "skipped": report.skipped},
+                "report": {
+                    "loaded": report.loaded,
+                    "skipped": report.skipped,
+                    "digests": None if together is None or rank is not None else together.tensors,
+                },
             }
         )
         return
@@ -148,6 +174,8 @@ def load(
         print_text(out, "The ranks were loaded one after another in this process.")
     print_text(out, impl_line(model_source, loads))
     print_loads(out, report, loads)
+    if together is not None and rank is None:
+        print_text(out, f"digest of all tensors: {together.hex}")
 
 
 def print_loads(out: Console, report: LoadReport, loads: Sequence[RankLoad]) -> None:
@@ -161,9 +189,14 @@ def print_loads(out: Console, report: LoadReport, loads: Sequence[RankLoad]) -> 
 
 
 def _load_own_rank(
-    config: ModelConfig, load_format: str, device: torch.device, timeout: float, records: bool
-) -> tuple[ModelSource, LoadReport, list[RankLoad], list[RankTrace]]:
-    """Load this process's rank; return its source, the first report and all measurements."""
+    config: ModelConfig,
+    load_format: str,
+    device: torch.device,
+    timeout: float,
+    records: bool,
+    keep_digests: bool,
+) -> tuple[ModelSource, list[LoadReport], list[RankLoad], list[RankTrace]]:
+    """Load this process's rank; return its source, and all ranks' reports and measurements."""
     import torch.distributed as dist
 
     from vllm_module.build.consistency import digests
@@ -175,9 +208,11 @@ def _load_own_rank(
     def work() -> tuple[RankLoad, LoadReport, dict[str, str], RankTrace | None]:
         rank, shows = dist.get_rank(), is_first_rank()
         trace = RankTrace(rank) if records else None
-        measured, report, model = load_rank(source, device, rank, show_progress=shows, trace=trace)
+        measured, report, model = load_rank(
+            source, device, rank, show_progress=shows, trace=trace, keep_digests=keep_digests
+        )
         return measured, report, digests(model), trace
 
     loads, reports, described, traces = zip(*on_every_rank(work, timeout), strict=True)
     same(described)
-    return source, reports[0], list(loads), [trace for trace in traces if trace is not None]
+    return source, list(reports), list(loads), [trace for trace in traces if trace is not None]

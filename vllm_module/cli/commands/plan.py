@@ -132,7 +132,7 @@ def plan(
         from vllm_module.layout.layout_file import layout_json
 
         with writing(layout):
-            layout.write_bytes(layout_json(plan.ranks[0].load.layout(len(plan.ranks))))
+            layout.write_bytes(layout_json(plan.layout))
     if as_json:
         print_json(plan.as_json())
     else:

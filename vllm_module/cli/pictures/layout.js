@@ -79,6 +79,7 @@ function boxDetails({ drawing, slot, box, expert, picture }) {
   rows[ranks.length > 1 ? "ranks" : "rank"] = spans(ranks);
   rows.parameter = `${parameter}${about.slot ? `, slot ${about.slot}` : ""} in ${drawing.dtype}`
     + (about.tied ? ": tied, another tensor fills it as well" : "");
+  if (about.absent) rows["in the checkpoint"] = "absent: the layer fills it by itself";
   const number = box.experts && expert !== null ? expert - box.experts[0] : 0;
   for (const holder of box.holders.slice(0, 4)) {
     const which = box.holders.length > 1 ? `held by ${spans(layout.rankLists[holder[0]])}` : "held at";

@@ -12,7 +12,6 @@ import torch
 from vllm_module.base.messages import printable_name
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import fold
-from vllm_module.errors import WeightLoadError
 from vllm_module.layout import HeldBox, Layout, Partition, StoredTensorLayout, Strided
 from vllm_module.layout.layout import EXPERT
 from vllm_module.weights.handle import FileHandle
@@ -42,15 +41,8 @@ class Sheet(NamedTuple):
     drawn: float
 
 
-def layout_drawings(load: LoadPlan, ranks: int) -> dict[str, Any] | None:
-    """Return what the page's script draws of a layout.
-
-    ``None`` where there is no layout: for a sharded state, and for a checkpoint that is refused.
-    """
-    try:
-        layout = load.layout(ranks)
-    except WeightLoadError:
-        return None
+def layout_drawings(load: LoadPlan, layout: Layout) -> dict[str, Any]:
+    """Return what the page's script draws of the layout of a plan."""
     return _Drawings(layout, _positions(load)).data()
 
 
@@ -167,6 +159,7 @@ class _Drawings:
 
     def __init__(self, layout: Layout, positions: dict[str, tuple[str, int]]) -> None:
         self._layout, self._positions = layout, positions
+        self._absent = {*layout.absent}
         self._ranks: dict[Ints, int] = {}
         self._sheets: dict[tuple[int, Ints], int] = {}
         self._files: dict[str, int] = {}
@@ -187,7 +180,7 @@ class _Drawings:
     def _alike(self) -> list[list[Member]]:
         """Return parameters in groups: the tensors of all in one are cut alike."""
         filling: dict[tuple[str, bool], list[StoredTensorLayout]] = {}
-        for entry in self._layout.tensors:
+        for entry in (*self._layout.tensors, *self._layout.absent):
             filling.setdefault((entry.parameter, entry.tied_to is not None), []).append(entry)
         groups: dict[Key, list[Member]] = {}
         for path, held in self._layout.parameters.items():
@@ -195,7 +188,15 @@ class _Drawings:
                 entries = sorted(filling.get((path, tied), ()), key=self._offset)
                 if entries:
                     cut = (
-                        (e.slot, e.partition, e.shape, e.dtype, e.experts, e.tied_to is None)
+                        (
+                            e.slot,
+                            e.partition,
+                            e.shape,
+                            e.dtype,
+                            e.experts,
+                            e.tied_to is None,
+                            e in self._absent,
+                        )
                         for e in entries
                     )
                     groups.setdefault(((held.dtype,), *cut), []).append((path, entries))
@@ -216,6 +217,7 @@ class _Drawings:
                 "itemsize": getattr(torch, entry.dtype).itemsize,
                 "experts": entry.experts,
                 "tied": entry.tied_to is not None,
+                "absent": entry in self._absent,
                 "sheet": self._sheet(entry),
             }
             for at, entry in enumerate(entries)

@@ -7,6 +7,9 @@ const FIELDS = ["layer", "name", "parameter", "slot", "kind", "bytes", "shape", 
 const tiles = plan.tiles.map(row => Object.fromEntries(FIELDS.map((field, i) => [field, row[i]])));
 const tip = document.getElementById("tip");
 const maps = document.querySelector(".maps");
+// Of a text that differs between ranks, the parts: numbers are places in a rank's own list.
+const textOf = (parts, rank) => Array.isArray(parts)
+  ? parts.map(part => typeof part === "number" ? rank.numbers[part] : part).join("") : parts;
 let shown = null;  // the rank whose treemap fills the page; null: all ranks
 let chosen = null;
 
@@ -89,8 +92,9 @@ function drawRank(rank, width, height, cache) {
   const left = width * rank.bytes / (rank.bytes + cache);
 
   const layers = new Map();
-  for (const [index, begin, end] of rank.tiles) {
-    const tile = tiles[index];
+  for (const [index, begin, end] of plan.lists[rank.list]) {
+    const tile = { ...tiles[index] };
+    for (const field of FIELDS.slice(0, 4)) tile[field] = textOf(tile[field], rank);
     if (!layers.has(tile.layer)) layers.set(tile.layer, { name: tile.layer, bytes: 0, tiles: [] });
     const layer = layers.get(tile.layer);
     layer.bytes += tile.bytes;

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -18,7 +21,9 @@ from vllm_module.cli.pictures.layout_drawings import layout_drawings
 from vllm_module.cli.pictures.tiles import KINDS, Tile, tiles_of
 from vllm_module.cli.rank_plan import PAGE_SIZE, RankPlan
 from vllm_module.cli.tensor_plan import tensor_rows
+from vllm_module.errors import WeightLoadError
 
+_NUMBERS = re.compile("[0-9]+")
 MEMORY_LINES = (24, 80, 141)  # GB of common GPUs
 
 
@@ -38,7 +43,9 @@ def plan_page(plan: ModelPlan) -> str:
     needed = [rank.device_bytes + rank.kv_cache_bytes(plan.tokens) for rank in ranks]
     end = 1.04 * max(*needed, MEMORY_LINES[-1] * 1e9)  # of the scale of memory, in bytes
     positions = plan.source.config.max_model_len or 0
-    layout = layout_drawings(ranks[0].load, len(ranks))
+    layout = None  # of a sharded state, and of a checkpoint that is refused
+    with suppress(WeightLoadError):
+        layout = layout_drawings(ranks[0].load, plan.layout)
     header, reads = tensor_rows(ranks[0].plans, every=False)
     return environment.from_string(page).render(
         name=printable_name(plan.source.name.rpartition("/")[2]),
@@ -102,35 +109,36 @@ def _fit(gigabytes: int, ranks: Sequence[RankPlan], positions: int) -> tuple[str
 
 
 def _data(ranks: Sequence[RankPlan], tiles: Sequence[Sequence[Tile]], end: float) -> dict[str, Any]:
-    """Return what the page's script draws; what ranks have in common is there once."""
-    described: dict[tuple[Any, ...], int] = {}
+    """Return what the page's script draws; what ranks have in common is there once.
+
+    Ranks whose tiles differ in numbers of names only, such as the experts', share a list of tiles.
+    """
     files: dict[str, int] = {}
-    placed = []
-    for each in tiles:
-        rows = []
-        for tile in each:
-            file = -1 if tile.file is None else files.setdefault(tile.file, len(files))
-            common = (
-                printable_name(tile.layer),
-                printable_name(tile.name),
-                printable_name(tile.parameter),
-                tile.slot,
-                tile.kind,
-                tile.bytes,
-                shape(tile.shape),
-                shape(tile.of),
-                tile.stored,
-                tile.held,
-                tile.copies,
-                tile.tensors,
-                printable_name(tile.note),
-                file,
-                tile.pieces,
-            )
-            rows.append([described.setdefault(common, len(described)), *(tile.byte_range or ())])
-        placed.append(rows)
+    alike: dict[Any, list[int]] = {}  # ranks, by their tiles without the numbers in names
+    for at, each in enumerate(tiles):
+        key = tuple((*(_NUMBERS.sub("0", text) for text in tile[:4]), tile[4:]) for tile in each)
+        alike.setdefault(key, []).append(at)
+    described: dict[Any, int] = {}
+    lists, numbers = [], dict[int, list[str]]()
+    list_of = dict[int, int]()  # by rank
+    for number, members in enumerate(alike.values()):
+        varying: dict[tuple[str, ...], int] = {}
+        texts = cache(partial(_with_numbers, varying))
+        lists.append(
+            [
+                [
+                    described.setdefault(_described(column, texts, files), len(described)),
+                    *(column[0].byte_range or ()),
+                ]
+                for column in zip(*(tiles[at] for at in members), strict=True)
+            ]
+        )
+        list_of |= dict.fromkeys(members, number)
+        for i, at in enumerate(members):
+            numbers[at] = [values[i] for values in varying]
     return {
         "tiles": list(described),
+        "lists": lists,
         "files": [printable_name(file) for file in files],
         "end": end,
         "pageSize": PAGE_SIZE,
@@ -139,8 +147,49 @@ def _data(ranks: Sequence[RankPlan], tiles: Sequence[Sequence[Tile]], end: float
                 "rank": rank.rank,
                 "bytes": rank.device_bytes,
                 "pageBytes": rank.kv_page_bytes,
-                "tiles": rows,
+                "list": list_of[at],
+                "numbers": numbers[at],
             }
-            for rank, rows in zip(ranks, placed, strict=True)
+            for at, rank in enumerate(ranks)
         ],
     }
+
+
+def _described(
+    column: Sequence[Tile], texts: Callable[[tuple[str, ...]], object], files: dict[str, int]
+) -> tuple[Any, ...]:
+    """Return what ranks that are alike say of one of their tiles."""
+    tile = column[0]
+    file = -1 if tile.file is None else files.setdefault(tile.file, len(files))
+    named = ((each.layer, each.name, each.parameter, each.slot) for each in column)
+    return (
+        *map(texts, zip(*named, strict=True)),
+        tile.kind,
+        tile.bytes,
+        shape(tile.shape),
+        shape(tile.of),
+        tile.stored,
+        tile.held,
+        tile.copies,
+        tile.tensors,
+        printable_name(tile.note),
+        file,
+        tile.pieces,
+    )
+
+
+def _with_numbers(varying: dict[tuple[str, ...], int], texts: tuple[str, ...]) -> object:
+    """Return a text that all ranks share, or its parts: texts, and places in ``varying``."""
+    first = texts[0]
+    if len({*texts}) == 1:
+        return printable_name(first)
+    parts: list[str | int] = []
+    begin = 0
+    for found, *values in zip(
+        _NUMBERS.finditer(first), *(_NUMBERS.findall(text) for text in texts), strict=True
+    ):
+        if len({*values}) > 1:
+            number = varying.setdefault(tuple(values), len(varying))
+            parts += [printable_name(first[begin : found.start()]), number]
+            begin = found.end()
+    return (*parts, printable_name(first[begin:]))

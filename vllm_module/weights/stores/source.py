@@ -48,6 +48,7 @@ _SMALL_NAMES = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", _POOLING,
+    "digests.json",
 )  # fmt: skip
 # Of the small files together. A checkpoint has some twenty, of less than 100 MB.
 _MOST_FILES = 1000

@@ -1,9 +1,10 @@
-"""Sums of a digest on a GPU, in Triton."""
+"""Both sums of a digest over a matrix: in plain torch, and in Triton on a GPU."""
 
 from __future__ import annotations
 
 import torch
 
+from vllm_module.kernels.digest import on_cpu
 from vllm_module.kernels.digest.boxes import Matrix
 from vllm_module.kernels.digest.keys import (
     CHUNK,
@@ -12,28 +13,53 @@ from vllm_module.kernels.digest.keys import (
     MULTIPLIERS,
     STEP,
     WORD,
+    chunk_keys,
     column_keys,
 )
-from vllm_module.kernels.operators import next_power_of_2, tl, triton
+from vllm_module.kernels.operators import next_power_of_2, operator, tl, triton
 
 _TILE = 1024  # columns of a program
 _ROWS = 32  # of a program
 
 
-def add_matrix_triton(matrix: Matrix) -> torch.Tensor:
-    """Return the two sums of a matrix, int64 ``[2]`` on its device."""
-    values = matrix.values
+def digest_matrix(matrix: Matrix) -> torch.Tensor:
+    """Return the two sums of a matrix, int64 ``[2]`` on its device; CPUs have a faster way."""
+    if matrix.values.is_cuda:
+        return _digest_matrix(*matrix)
+    return on_cpu.add_matrix(matrix)
+
+
+def digest_matrix_reference(
+    values: torch.Tensor, first_row: int, step: int, first_column: int, chunks: int
+) -> torch.Tensor:
+    """Compute in plain torch, element by element; see :class:`~.boxes.Matrix`."""
+    rows, columns = values.shape
+    itemsize, device = values.dtype.itemsize, values.device
+    places = (first_column + torch.arange(columns, device=device)) * itemsize  # in bytes
+    words, keys = places // WORD % CHUNK, column_keys(device)
+    low = values.long() & (2 ** (8 * min(itemsize, WORD)) - 1)
+    total = (low + 1) * (keys[:, words] << 8 * (places % WORD)).unsqueeze(1)
+    if itemsize > WORD:
+        total += ((values >> 32) & (2**32 - 1)) * keys[:, words + 1].unsqueeze(1)
+    numbers = (first_row + torch.arange(rows, device=device) * step).unsqueeze(1) * chunks
+    return (total * chunk_keys(numbers + places // CHUNK_BYTES)).sum((1, 2))
+
+
+def digest_matrix_triton(
+    values: torch.Tensor, first_row: int, step: int, first_column: int, chunks: int
+) -> torch.Tensor:
+    """Compute by a Triton kernel; see :class:`~.boxes.Matrix`."""
     rows, columns = values.shape
     itemsize = values.dtype.itemsize
     tile = min(_TILE, CHUNK_BYTES // itemsize, max(32, next_power_of_2(columns)))
-    first = matrix.first_column // tile
-    tiles = -(-(matrix.first_column + columns) // tile) - first
+    first = first_column // tile
+    tiles = -(-(first_column + columns) // tile) - first
     programs = -(-rows // _ROWS) * tiles
     sums = torch.empty(2, programs, dtype=torch.int64, device=values.device)
     keys = column_keys(values.device)
     _add[(programs,)](
-        values, keys, sums, rows, columns, *values.stride(), matrix.first_row, matrix.step,
-        matrix.first_column, matrix.chunks, first, tiles, programs,
+        values, keys, sums, rows, columns, *values.stride(), first_row, step,
+        first_column, chunks, first, tiles, programs,
         BYTES=itemsize, WORD=WORD, CHUNK=CHUNK, TILE=tile, ROWS=_ROWS,
         SEED_0=CHUNK_SEEDS[0], SEED_1=CHUNK_SEEDS[1], STEP=STEP, FIRST=MULTIPLIERS[0],
         SECOND=MULTIPLIERS[1], num_warps=4, maxnreg=128,
@@ -109,3 +135,10 @@ def _odd_number(
     x = (x ^ (x >> 30)) * FIRST
     x = (x ^ (x >> 27)) * SECOND
     return (x ^ (x >> 31)) | 1
+
+
+def _empty(values: torch.Tensor, *_: int) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device=values.device)
+
+
+_digest_matrix = operator(digest_matrix_reference, digest_matrix_triton, _empty)
