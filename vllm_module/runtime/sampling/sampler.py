@@ -147,13 +147,13 @@ def sample(
     if adjustments is not None:
         arrays += adjustments.arrays
     indices, settings, *sent = upload(arrays, logits.device)
+    settings = settings.view(-1, 5)
     if adjustments is not None:
         adjustments.place(sent[len(ranked) :])
     if groups:
-        of = ops.settings_of(groups, rows, settings)
-        tokens = ops.choose(logits, groups, of, indices, adjustments)
+        tokens = ops.choose(logits, groups, settings, indices, adjustments)
     else:
-        tokens = _draw(logits, rows, settings.view(-1, 5), indices, adjustments)
+        tokens = _draw(logits, rows, settings, indices, adjustments)
     logprobs = []
     for each, where in zip(ranked, sent, strict=False):
         own = tokens if len(where) == len(tokens) else tokens.index_select(0, where)
