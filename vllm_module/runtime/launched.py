@@ -9,8 +9,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_module.runtime.sampling.bad_words import completing_tokens
-from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.row import Row, completing_tokens
 from vllm_module.runtime.sampling.sampler import LogitsError, Sampled, prompt_logprobs
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request, Sequence

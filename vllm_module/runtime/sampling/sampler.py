@@ -21,8 +21,8 @@ from vllm_module.kernels.rows.token_logprobs import token_logprobs
 from vllm_module.runtime.sampling import ops as ops
 from vllm_module.runtime.sampling.adjustments import Adjustments
 from vllm_module.runtime.sampling.block_ops import FIRST, SEVERAL, Logits, batches, first_ids
-from vllm_module.runtime.sampling.row import Row
-from vllm_module.runtime.sampling.token_counts import TokenCounts, check_tokens
+from vllm_module.runtime.sampling.row import Row, check_tokens
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.transfers import Download, Numbers, Wait, synchronize, upload
 
