@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes
 from vllm_module.kernels.attention import rotate_and_cache as module
+from vllm_module.kernels.attention.paged_layout import PagedLayout
 from vllm_module.kernels.attention.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_triton,
@@ -156,7 +157,7 @@ def test_normalized_heads_are_as_exact_as_separate_operations(
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_operation_is_the_separate_operations_bit_for_bit(normed: bool, dtype) -> None:
-    """On a CPU, with known bounds or without, in inference mode or not."""
+    """On a CPU, in a shared layout or without, in inference mode or not."""
     query, key, value = projected(5, 6, 2, 16, dtype)
     cos, sin = angles(5, 6)
     slots, scales = torch.tensor([4, 0, 2, 8, 7]), torch.tensor([[0.5], [3.0]])
@@ -169,12 +170,13 @@ def test_the_operation_is_the_separate_operations_bit_for_bit(normed: bool, dtyp
         rotary_embedding(q, k, cos, sin, False)
         expected = cache.clone()
         reshape_and_cache(k, v, *expected, slots, *scales)
-        for bounds, inference in ((None, False), (None, True), ((0, 8), True)):
+        layout = PagedLayout(*torch.zeros(3, 1, 2, dtype=torch.int32).unbind(), slots)
+        for shared, inference in ((None, False), (None, True), (layout, True), (layout, True)):
             written, new = cache.clone(), copies(query, key, value)
             with torch.inference_mode(inference):
                 got = rotate_and_cache(
                     *new, cos.unsqueeze(1), sin.unsqueeze(1), *written, slots, *scales,
-                    False, *weights, 1e-5, 1.0, bounds=bounds,
+                    False, *weights, 1e-5, 1.0, layout=shared,
                 )  # fmt: skip
             assert torch.equal(bits(got), bits(q))
             assert torch.equal(bits(written), bits(expected))
