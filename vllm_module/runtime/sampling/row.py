@@ -11,14 +11,14 @@ from vllm_module.runtime.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Row:
-    """Sampling inputs for the next token of a sequence.
+    """Sampling inputs for the next token of a sequence, which may keep its row from step to step.
 
     Attributes:
         params: parameters of the request.
         token_ids: the prompt and the output so far; read only for penalties.
         prompt_len: number of prompt tokens in ``token_ids``.
         uniform: a random number in [0, 1), from the sequence's own generator.
-        banned: token ids that may not be chosen.
+        banned: token ids that may not be chosen; :meth:`ban` sets them.
         key: identifies the sequence, whose parameters stay and whose tokens are only appended. With
             a key, tokens counted for penalties are not counted again in the next step.
         penalized: True if the tokens of the sequence change the logits.
@@ -47,8 +47,13 @@ class Row:
         self.penalized = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
+        self.ban(self.banned)
+
+    def ban(self, banned: Collection[int]) -> None:
+        """Replace the tokens that may not be chosen."""
+        params, self.banned = self.params, banned
         self.adjusted = self.penalized or bool(
-            params.logit_bias or params.allowed_token_ids or self.banned
+            params.logit_bias or params.allowed_token_ids or banned
         )
         self.plain = params.greedy and params.logprobs is None and not self.adjusted
 
