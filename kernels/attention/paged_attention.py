@@ -16,7 +16,7 @@ from vllm_module.kernels.attention.paged_attention_reference import (
     paged_attention_reference,
 )
 from vllm_module.kernels.attention.paged_attention_triton import paged_attention_triton
-from vllm_module.kernels.attention.paged_layout import PagedLayout
+from vllm_module.kernels.attention.paged_layout import PagedLayout, kinds
 from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert
 from vllm_module.kernels.operators import checks_values, expect, operator
 
@@ -77,7 +77,7 @@ def paged_attention(
 
     """
     checked = True
-    fits = query.shape, query.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, v_cache.dtype
+    fits = None if layout is None else kinds(query, k_cache, v_cache)
     if layout is None or fits not in layout.checked:
         _check(query, k_cache, v_cache, block_tables, context_lens, query_start_loc)
         checked = checks_values(query)

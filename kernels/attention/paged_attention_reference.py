@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
@@ -61,17 +59,19 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute :func:`paged_attention_reference` in a layout that layers may share."""
-    caches, scales, dtype = (k_cache, v_cache), (k_scale, v_scale), query.dtype
     plain = softcap is None and alibi_slopes is None and sinks is None
     outputs = []
-    parts = layout.parts(k_cache, dtype, _KEYS_AT_ONCE, sliding_window)
+    parts = layout.parts(k_cache, query.dtype, _KEYS_AT_ONCE, sliding_window)
     for part in parts:
-        new = query if len(parts) == 1 and _is_whole(part.rows, query) else query[part.rows]
+        rows = part.rows
+        whole = isinstance(rows, slice) and rows.start == 0 and rows.stop == len(query)
+        new = query if len(parts) == 1 and whole else query[rows]
+        keys = _read(k_cache, k_scale, part, query.dtype)
+        # A cache of latents is both, and is read once.
+        values = keys if v_cache is k_cache else _read(v_cache, v_scale, part, query.dtype)
         if isinstance(part, Together):
-            keys, values = _of_both(_read, caches, scales, part.pages, dtype)
             result = _decode(new, keys, values, part, scale, softcap, alibi_slopes, sinks)
         else:
-            keys, values = _of_both(_tokens, caches, scales, part, dtype)
             # One token attends to all; heads that share keys are its rows.
             if plain and len(new) == 1:
                 grouped = new.reshape(1, keys.shape[1], -1, new.shape[2])
@@ -94,10 +94,6 @@ def attend(
     for part, result in zip(parts, outputs, strict=True):
         output[part.rows] = result
     return output
-
-
-def _is_whole(rows: torch.Tensor | slice, query: torch.Tensor) -> bool:
-    return isinstance(rows, slice) and rows.start == 0 and rows.stop == len(query)
 
 
 def _decode(
@@ -160,28 +156,16 @@ def _attend(
     return output
 
 
-def _of_both(
-    read: Callable[..., torch.Tensor],
-    caches: tuple[torch.Tensor, torch.Tensor],
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    *where: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call ``read`` for keys and values; a cache of latents is both, and is read once."""
-    keys = read(caches[0], scales[0], *where)
-    return keys, keys if caches[1] is caches[0] else read(caches[1], scales[1], *where)
-
-
 def _read(
-    cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
+    cache: torch.Tensor, scale: torch.Tensor | None, part: Alone | Together, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a copy of ``pages``, ``[pages, page_size, kv_heads, head_size]``."""
-    return _dequantized(cache.index_select(0, pages), scale, dtype)
+    """Return the keys or values of a part as ``dtype``.
 
-
-def _tokens(
-    cache: torch.Tensor, scale: torch.Tensor | None, part: Alone, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return one sequence's tokens, ``[1, kv_heads, tokens, head_size]``; a view if possible."""
+    Of one sequence they are ``[1, kv_heads, tokens, head_size]``, a view if possible; of several, a
+    copy of their pages, ``[pages, page_size, kv_heads, head_size]``.
+    """
+    if isinstance(part, Together):
+        return _dequantized(cache.index_select(0, part.pages), scale, dtype)
     _, page_size, kv_heads, head_size = cache.shape
     if part.pages is not None:
         read = cache.index_select(0, part.pages).flatten(0, 1)

@@ -49,15 +49,20 @@ class Together:
     bias: torch.Tensor
 
 
+def kinds(*tensors: torch.Tensor | None) -> tuple[object, ...]:
+    """Return the shape, strides and dtype of each tensor."""
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
+
+
 class PagedLayout:
     """The sequences of a step, as lists and indices that all of its layers share.
 
     The tensors are those of :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`,
-    and must not be written afterwards.
+    and the cache slot of each new token. They must not be written afterwards.
 
     Attributes:
-        checked: shapes and dtypes of queries and caches that were found to fit each other and the
-            layout.
+        slot_bounds: the least and the largest cache slot, if ``slot_mapping`` was given.
+        checked: the :func:`kinds` of tensors that were found to fit each other and the layout.
 
     """
 
@@ -66,8 +71,13 @@ class PagedLayout:
         block_tables: torch.Tensor,
         context_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
+        slot_mapping: torch.Tensor | None = None,
     ) -> None:
         self.checked: set[object] = set()
+        self.slot_bounds = 0, -1
+        if slot_mapping is not None and len(slot_mapping):
+            least, most = slot_mapping.aminmax()
+            self.slot_bounds = int(least), int(most)
         self._tables = block_tables
         self._context_lens = context_lens.unsqueeze(-1)
         self._contexts: list[int] = context_lens.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_module.kernels.attention.paged_layout import PagedLayout, kinds
 from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert, greatest
 from vllm_module.kernels.operators import (
     checks_values,
@@ -30,7 +31,7 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     *,
-    bounds: tuple[int, int] | None = None,
+    layout: PagedLayout | None = None,
 ) -> None:
     """Store each token's key and value in its cache slot.
 
@@ -46,8 +47,8 @@ def reshape_and_cache(
             offset``. A token with a negative slot is not stored.
         k_scale, v_scale: scales of an eight-bit cache, float32 ``[1]`` or ``[kv_heads]``; by
             default 1.
-        bounds: the least and the largest of ``slot_mapping``, if it is on a CPU and several calls
-            share it. No derivatives are kept.
+        layout: layout with this ``slot_mapping``, if it is on a CPU and several calls share it. No
+            derivatives are kept.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; elements of a cache share
@@ -56,13 +57,17 @@ def reshape_and_cache(
             not stored.
 
     """
-    expect("key", key, (None, None, None), FLOATS)
-    expect("value", value, key.shape, FLOATS, key)
-    check_caches(key, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds)
-    if bounds is None:
-        _reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    tensors = key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    fits = None if layout is None else kinds(*tensors)
+    if layout is None or fits not in layout.checked:
+        expect("key", key, (None, None, None), FLOATS)
+        expect("value", value, key.shape, FLOATS, key)
+        check_caches(key, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout)
+    if layout is None:
+        _reshape_and_cache(*tensors)
     else:
-        store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds[0] >= 0)
+        layout.checked.add(fits)
+        store_in_torch(*tensors, layout.slot_bounds[0] >= 0)
 
 
 def check_caches(
@@ -72,7 +77,7 @@ def check_caches(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    bounds: tuple[int, int] | None,
+    layout: PagedLayout | None,
 ) -> None:
     """Raise ``ValueError`` unless the keys, and values like them, can be stored."""
     tokens, heads, head_size = key.shape
@@ -85,15 +90,15 @@ def check_caches(
         if scale is not None:
             count = 1 if scale.shape == (1,) else heads
             expect(name, scale, (count,), (torch.float32,), key)
-    check_slots(slot_mapping, k_cache.shape[0], k_cache.shape[1], bounds)
+    check_slots(slot_mapping, k_cache.shape[0], k_cache.shape[1], layout)
 
 
 def check_slots(
-    slot_mapping: torch.Tensor, pages: int, page_size: int, bounds: tuple[int, int] | None = None
+    slot_mapping: torch.Tensor, pages: int, page_size: int, layout: PagedLayout | None = None
 ) -> None:
     """Raise ``ValueError`` for a cache slot beyond the cache, if values are checked."""
-    if len(slot_mapping) and (bounds is not None or checks_values(slot_mapping)):
-        largest = int(slot_mapping.max()) if bounds is None else bounds[1]
+    if len(slot_mapping) and (layout is not None or checks_values(slot_mapping)):
+        largest = int(slot_mapping.max()) if layout is None else layout.slot_bounds[1]
         if largest >= pages * page_size:
             raise ValueError(
                 f"slot_mapping has cache slot {largest}, and the cache has {pages * page_size}: "

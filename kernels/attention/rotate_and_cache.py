@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.kernels.attention.paged_layout import PagedLayout, kinds
 from vllm_module.kernels.attention.reshape_and_cache import (
     check_caches,
     converted,
@@ -51,7 +52,7 @@ def rotate_and_cache(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     *,
-    bounds: tuple[int, int] | None = None,
+    layout: PagedLayout | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys, and store each token's rotated key and its value in its cache slot.
 
@@ -67,7 +68,7 @@ def rotate_and_cache(
             meaningless numbers. Query and key may be views of one tensor that share no element.
         value: ``[tokens, kv_heads, head_size]``, of the same dtype.
         cos, sin, is_neox_style: as for ``rotary_embedding``.
-        k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds: as for ``reshape_and_cache``.
+        k_cache, v_cache, slot_mapping, k_scale, v_scale, layout: as for ``reshape_and_cache``.
         q_weight, k_weight: weights of the norms, ``[head_size]``, of the dtype of ``query``; both
             or none.
         eps, weight_offset: as for ``rms_norm``.
@@ -80,26 +81,43 @@ def rotate_and_cache(
             memory; a cache slot is beyond the cache, as for ``reshape_and_cache``.
 
     """
+    heads = query, key, value
+    stored = k_cache, v_cache, slot_mapping, k_scale, v_scale
+    fits = None if layout is None else kinds(*heads, cos, sin, *stored, q_weight, k_weight)
+    if layout is None or fits not in layout.checked:
+        _check(*heads, cos, sin, q_weight, k_weight)
+        check_caches(key, *stored, layout)
+    if cos.dim() == 3:
+        cos, sin = cos[:, 0], sin[:, 0]
+    arguments = *heads, cos, sin, *stored, is_neox_style, q_weight, k_weight, eps, weight_offset
+    if layout is not None:
+        layout.checked.add(fits)
+        return _in_torch(layout.slot_bounds[0] >= 0, *arguments)
+    _rotate_and_cache(*arguments)
+    return query
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+) -> None:
     expect("query", query, (None, None, None), FLOATS)
     tokens, _, head_size = query.shape
     expect("key", key, (tokens, None, head_size), (query.dtype,), query)
     expect("value", value, key.shape, (query.dtype,), query)
     expect_writable("query", query)
     expect_writable("key", key)
-    cos, sin = check_angles(query, cos, sin)
+    check_angles(query, cos, sin)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("queries and keys must both be normalized, or none: a weight is missing")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             expect(name, weight, (head_size,), (query.dtype,), query)
-    check_caches(key, k_cache, v_cache, slot_mapping, k_scale, v_scale, bounds)
-    heads_and_angles = query, key, value, cos, sin
-    stored = k_cache, v_cache, slot_mapping, k_scale, v_scale
-    norms = q_weight, k_weight, eps, weight_offset
-    if bounds is not None:
-        return _in_torch(bounds[0] >= 0, *heads_and_angles, *stored, is_neox_style, *norms)
-    _rotate_and_cache(*heads_and_angles, *stored, is_neox_style, *norms)
-    return query
 
 
 def rotate_and_cache_reference(

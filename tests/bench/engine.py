@@ -43,7 +43,6 @@ from vllm_module.runtime.sampling.sampler import sample
 from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.serve import serve
 from vllm_module.runtime.step_inputs import StepInputs
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -309,7 +308,7 @@ def soak(requests: int) -> dict[str, Any]:
                     if index % (requests // 10) == requests // 10 - 1:
                         resident.append(resident_bytes())
 
-            for _ in serve(engine, coming(), unchanged, concurrency=24):
+            for _ in engine.serve(coming(), unchanged, concurrency=24):
                 pass
             pool, host = engine.scheduler.pool, engine.scheduler.host
             if (pool.free_pages, host.free_pages) != (pool.num_pages, host.num_pages):

@@ -8,7 +8,6 @@ from typing import Any
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.metrics import StepStats
 from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.serve import serve
 
 
 def unchanged(request: Request) -> Any:
@@ -19,6 +18,6 @@ def unchanged(request: Request) -> Any:
 def steps(engine: Engine, requests: Iterable[Request]) -> Generator[StepStats, None, None]:
     """Serve requests, and yield the measurements of each step that gives one of them a token."""
     stats: list[StepStats] = []
-    for _ in serve(engine, requests, unchanged, every_token=True, on_step=stats.append):
+    for _ in engine.serve(requests, unchanged, every_token=True, on_step=stats.append):
         yield from stats[-1:]
         stats.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_module.kernels import dtypes
 from vllm_module.kernels.attention import rotate_and_cache as module
+from vllm_module.kernels.attention.paged_layout import PagedLayout
 from vllm_module.kernels.attention.reshape_and_cache import (
     reshape_and_cache,
     reshape_and_cache_triton,
@@ -156,7 +158,7 @@ def test_normalized_heads_are_as_exact_as_separate_operations(
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_operation_is_the_separate_operations_bit_for_bit(normed: bool, dtype) -> None:
-    """On a CPU, with known bounds or without, in inference mode or not."""
+    """On a CPU, in a shared layout or without, in inference mode or not."""
     query, key, value = projected(5, 6, 2, 16, dtype)
     cos, sin = angles(5, 6)
     slots, scales = torch.tensor([4, 0, 2, 8, 7]), torch.tensor([[0.5], [3.0]])
@@ -169,15 +171,45 @@ def test_the_operation_is_the_separate_operations_bit_for_bit(normed: bool, dtyp
         rotary_embedding(q, k, cos, sin, False)
         expected = cache.clone()
         reshape_and_cache(k, v, *expected, slots, *scales)
-        for bounds, inference in ((None, False), (None, True), ((0, 8), True)):
+        layout = PagedLayout(*torch.zeros(3, 1, 2, dtype=torch.int32).unbind(), slots)
+        for shared, inference in ((None, False), (None, True), (layout, True), (layout, True)):
             written, new = cache.clone(), copies(query, key, value)
             with torch.inference_mode(inference):
                 got = rotate_and_cache(
                     *new, cos.unsqueeze(1), sin.unsqueeze(1), *written, slots, *scales,
-                    False, *weights, 1e-5, 1.0, bounds=bounds,
+                    False, *weights, 1e-5, 1.0, layout=shared,
                 )  # fmt: skip
             assert torch.equal(bits(got), bits(q))
             assert torch.equal(bits(written), bits(expected))
+
+
+def test_a_shared_layout_checks_each_kind_of_tensors() -> None:
+    """After a call that fits, other shapes, strides and dtypes are checked as without a layout."""
+    query, key, value = projected(3, 4, 2, 8, torch.float32)
+    cos, sin = angles(3, 4)
+    caches, slots = torch.zeros(2, 4, 2, 2, 8), torch.tensor([0, 7, 2])
+    lengths, starts = torch.tensor([3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    layout = PagedLayout(torch.zeros(1, 4, dtype=torch.int32), lengths, starts, slots)
+    good = {"key": key, "cos": cos, "k_cache": caches[0], "v_cache": caches[1], "k_weight": None}
+    smaller = {"k_cache": caches[0, :3], "v_cache": caches[1, :3]}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (smaller, "slot_mapping has cache slot 7, and the cache has 6"),
+        ({"key": key[:, :1].expand(-1, 2, -1)}, "key is written"),
+        ({"cos": cos.double()}, "cos must be torch.float32"),
+        ({"k_weight": torch.ones(8)}, "a weight is missing"),
+    ]
+    with torch.inference_mode():
+        for changes, expected in ({}, ""), *wrong, ({}, ""), *wrong:
+            given = good | changes
+            call = partial(
+                rotate_and_cache, query, given["key"], value, given["cos"], sin, given["k_cache"],
+                given["v_cache"], slots, k_weight=given["k_weight"], layout=layout,
+            )  # fmt: skip
+            if not expected:
+                call()
+                continue
+            with pytest.raises(ValueError, match=expected):
+                call()
 
 
 @pytest.mark.parametrize("normed", [True, False])

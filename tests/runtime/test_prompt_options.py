@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from vllm_module.runtime.sampling.row import check_tokens
 from vllm_module.runtime.text.prompts import (
     Tokenization,
     as_prompts,
     cache_salt,
-    check_vocabulary,
     prompt_text,
     token_ids,
 )
@@ -153,8 +153,8 @@ def test_a_salt_is_text_that_is_not_empty(salt: Any) -> None:
 
 
 def test_tokens_are_those_of_the_vocabulary() -> None:
-    check_vocabulary([0, 9], 10)
-    check_vocabulary([], 1)
+    check_tokens([0, 9], 10)
+    check_tokens([], 1)
     for wrong in (-1, 10):
         with pytest.raises(ValueError, match=f"token {wrong} is outside of the vocabulary of 10"):
-            check_vocabulary([3, wrong], 10)
+            check_tokens([3, wrong], 10)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_module.runtime.sampling.bad_words import completing_tokens, encode_bad_words
+from vllm_module.runtime.sampling.row import completing_tokens, encode_bad_words
 from vllm_module.runtime.sampling_params import SamplingParams
 
 NATURAL = st.integers(0, 10**6)

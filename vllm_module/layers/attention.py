@@ -39,7 +39,7 @@ class AttentionMetadata:
             with recurrent state read it.
 
     Attributes:
-        layout, slot_bounds: what layers share; ``None`` before :meth:`laid_out`, and not on a CPU.
+        layout: what layers share; ``None`` before :meth:`laid_out`, and not on a CPU.
 
     """
 
@@ -52,7 +52,6 @@ class AttentionMetadata:
     state_slots: torch.Tensor | None = field(default=None, kw_only=True)
 
     layout: PagedLayout | None = field(default=None, init=False, repr=False)
-    slot_bounds: tuple[int, int] | None = field(default=None, init=False, repr=False)
 
     def laid_out(self) -> AttentionMetadata:
         """Work out what all layers share, in inference mode on a CPU; return this object.
@@ -61,11 +60,8 @@ class AttentionMetadata:
         """
         slots = self.slot_mapping
         if slots.is_cpu and checks_values(slots) and torch.is_inference_mode_enabled():
-            layout = PagedLayout(self.block_tables, self.context_lens, self.query_start_loc)
-            object.__setattr__(self, "layout", layout)
-            if len(slots):
-                least, most = slots.aminmax()
-                object.__setattr__(self, "slot_bounds", (int(least), int(most)))
+            tables, lengths, starts = self.block_tables, self.context_lens, self.query_start_loc
+            object.__setattr__(self, "layout", PagedLayout(tables, lengths, starts, slots))
         return self
 
     def attend(
@@ -176,7 +172,6 @@ class Attention(QuantizableKVCache):
             raise RuntimeError("attention with metadata needs a kv_cache, and it is not set")
         k_cache, v_cache = self.kv_cache
         cache = k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
-        bounds = metadata.slot_bounds
         scores = self.softcap, self.alibi_slopes, sinks
         way = "pages"
         if metadata.fresh:
@@ -188,12 +183,12 @@ class Attention(QuantizableKVCache):
             cos, sin = rotate.cos_sin
             query = rotate_and_cache(
                 query, key, value, cos, sin, *cache, rotate.is_neox_style, rotate.q_weight,
-                rotate.k_weight, rotate.eps, rotate.weight_offset, bounds=bounds,
+                rotate.k_weight, rotate.eps, rotate.weight_offset, layout=metadata.layout,
             )  # fmt: skip
         else:
             if rotate is not None:
                 query, key = rotate(query, key)
-            reshape_and_cache(key, value, *cache, bounds=bounds)
+            reshape_and_cache(key, value, *cache, layout=metadata.layout)
         if alone:
             starts, longest = metadata.query_start_loc, metadata.max_query_len
             sequences = starts, longest, self.scale, self.sliding_window

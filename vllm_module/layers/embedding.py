@@ -111,7 +111,9 @@ class ParallelLMHead(LinearBase):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map ``hidden [..., embedding_dim]`` to logits ``[..., num_embeddings]`` on every rank."""
         logits = self.quant_method.apply(self, hidden, self.bias)
-        return self.tp_group.all_gather(logits)[..., : self.num_embeddings]
+        if self.tp_group.size > 1:
+            logits = self.tp_group.all_gather(logits)
+        return logits[..., : self.num_embeddings]
 
 
 def _padded_vocabulary(num_embeddings: int, padding_size: int) -> Dim:

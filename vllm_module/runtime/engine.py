@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 
@@ -12,6 +12,7 @@ from vllm_module.base.messages import describe_error
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.launched import Execute, Launched, row_of
 from vllm_module.runtime.metrics import StepStats
+from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.requests import Requests
 from vllm_module.runtime.sampling.sampler import Sampled, first_tokens, sample
 from vllm_module.runtime.sampling.token_counts import TokenCounts
@@ -21,6 +22,8 @@ from vllm_module.runtime.step_inputs import Step, StepInputs, next_inputs, step_
 from vllm_module.runtime.text.stopping import check_stop
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.runtime.transfers import Wait, synchronize
+
+Indexed = Iterator[tuple[int, RequestOutput]]
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +83,60 @@ class Engine(Requests):
         # The step that was launched before the current one was finished.
         self._next: Launched | None = None
         self._start_over = False  # True if states start over after the current step
+
+    def serve(
+        self,
+        requests: Iterable[Request | RequestOutput],
+        output: Callable[[Request], RequestOutput],
+        concurrency: int | None = None,
+        every_token: bool = False,
+        on_step: Callable[[StepStats], object] | None = None,
+    ) -> Indexed:
+        """Step until all requests have ended; yield the index and the output of each that ends.
+
+        Args:
+            requests: requests of this engine, read while fewer than ``concurrency`` of them run. An
+                output among them, of a prompt that is refused, is yielded as it is.
+            output: returns a request's output so far.
+            concurrency: most requests that run at the same time; by default all.
+            every_token: whether the output so far is yielded after each new token, too.
+            on_step: as in :meth:`step`.
+
+        Requests that run when the iterator is closed, or when a step fails, are aborted.
+
+        """
+        running: dict[Request, tuple[int, int]] = {}  # to its index, and its tokens yielded so far
+        coming: Iterator[tuple[int, Request | RequestOutput]] | None = enumerate(requests)
+        try:
+            while running or coming:
+                while coming and len(running) != concurrency:
+                    index, request = next(coming, (-1, None))
+                    if request is None:
+                        coming = None
+                    elif isinstance(request, RequestOutput):
+                        yield index, request
+                    else:
+                        running[request] = index, 0
+                changed = []
+                # A step for another caller may have computed tokens of these requests, or ended
+                # some. With the lock, no other thread's step adds a token between the count and the
+                # output.
+                with self.reading():
+                    for request, (index, seen) in list(running.items()):
+                        count = request.metrics.num_generation_tokens
+                        if request.request_id not in self.requests:
+                            del running[request]
+                        elif every_token and count > seen:
+                            running[request] = index, count
+                        else:
+                            continue
+                        changed.append((index, output(request)))
+                if running and not changed:
+                    self.step(on_step)
+                yield from changed
+        finally:
+            for request in running:
+                self.abort(request.request_id)
 
     def step(self, on_step: Callable[[StepStats], object] | None = None) -> list[Request]:
         """Compute the next tokens of all requests that fit into one step.

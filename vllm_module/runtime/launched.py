@@ -9,8 +9,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_module.runtime.sampling.bad_words import completing_tokens
-from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.row import Row, completing_tokens
 from vllm_module.runtime.sampling.sampler import LogitsError, Sampled, prompt_logprobs
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request, Sequence
@@ -117,13 +116,19 @@ def row_of(sequence: Sequence, stop_token_ids: Set[int]) -> Row:
 
     ``stop_token_ids``, the model's own end tokens, are banned before ``min_tokens``.
     """
-    request = sequence.request
+    request, row = sequence.request, sequence.sampling_row
     params = request.params
+    if row is None:
+        key = (request.arrival, sequence.index)
+        row = Row(params, sequence.tokens, request.prompt_len, key=key)
+        sequence.sampling_row = row
     banned: Collection[int] = ()
     if params.min_tokens and len(sequence.output) < params.min_tokens:
         banned = stop_token_ids | set(params.stop_token_ids)
     if request.bad_words:
         banned = completing_tokens(request.bad_words, sequence.output).union(banned)
-    uniform = 0.0 if params.greedy else sequence.uniform.random()
-    key = (request.arrival, sequence.index)
-    return Row(params, sequence.tokens, request.prompt_len, uniform, banned, key)
+    if banned or row.banned:
+        row.ban(banned)
+    if not params.greedy:
+        row.uniform = sequence.uniform.random()
+    return row

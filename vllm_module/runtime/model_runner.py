@@ -109,10 +109,9 @@ class ModelRunner:
             self._first = self._firsts[size]
             logits = self._decoded[:count]
             return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
-        longest = inputs.max_query_len
         # True if the step has all tokens of every context.
-        fresh = padded is None and longest > 1 and sum(inputs.context_lens) == count
-        metadata = _metadata(step, self._tables_of(inputs, step[-1]), longest, fresh)
+        fresh = padded is None and inputs.max_query_len > 1 and sum(inputs.context_lens) == count
+        metadata = self._metadata(step, inputs, fresh)
         if padded is None:
             hidden = self._forward(step[0], step[1], metadata.laid_out())
         else:
@@ -157,8 +156,7 @@ class ModelRunner:
         gc.collect()
         for size in reversed(sizes):
             step = upload(self._parts(_NOTHING, size, 1), self.device)[:-3]
-            example = _metadata(step, self._tables.index_select(0, step[-1]), 1)
-            self._pieces.capture(size, self._forward, example, pool)
+            self._pieces.capture(size, self._forward, self._metadata(step), pool)
 
     def _capture_decoding(self, stream: torch.cuda.Stream, pool: Any) -> None:
         """Capture graphs of whole steps that only decode, the largest first."""
@@ -189,8 +187,8 @@ class ModelRunner:
 
     def _decode(self, step: list[torch.Tensor]) -> torch.Tensor:
         """Return the logits of sequences with one new token each."""
-        metadata = _metadata(step, self._tables.index_select(0, step[-1]), 1)
-        return self._logits(self._forward(step[0], step[1], metadata.laid_out()), slice(None))
+        metadata = self._metadata(step).laid_out()
+        return self._logits(self._forward(step[0], step[1], metadata), slice(None))
 
     def _graph_size(self, inputs: StepInputs) -> int | None:
         """Return the size of the graph to replay; ``None`` for a step without one."""
@@ -226,13 +224,24 @@ class ModelRunner:
             array("i", pages),
         ]
 
-    def _tables_of(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
-        """Return the block tables of a step's sequences; a view, if their rows are adjacent."""
-        tables = self._tables[:, : inputs.num_table_pages]
-        first, count = inputs.table_rows[0], len(inputs.table_rows)
-        if inputs.table_rows == list(range(first, first + count)):
-            return tables[first : first + count]
-        return tables.index_select(0, rows)
+    def _metadata(
+        self, step: list[torch.Tensor], inputs: StepInputs | None = None, fresh: bool = False
+    ) -> AttentionMetadata:
+        """Return the metadata of a step, whose tensors are in the order of :meth:`_parts`.
+
+        The block tables are a view if their rows are adjacent. Without ``inputs``, as in a graph,
+        they are a copy with all columns, and each sequence has one new token.
+        """
+        _, _, slot_mapping, context_lens, query_start_loc, slots, rows = step
+        if inputs is None:
+            tables, longest = self._tables.index_select(0, rows), 1
+        else:
+            tables, longest = self._tables[:, : inputs.num_table_pages], inputs.max_query_len
+            first, count = inputs.table_rows[0], len(inputs.table_rows)
+            adjacent = inputs.table_rows == list(range(first, first + count))
+            tables = tables[first : first + count] if adjacent else tables.index_select(0, rows)
+        places = slot_mapping, tables, context_lens, query_start_loc
+        return AttentionMetadata(*places, longest, fresh=fresh, state_slots=slots)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -251,15 +260,6 @@ class ModelRunner:
         with blamed_on(self._cls):
             logits: torch.Tensor = self.model.compute_logits(hidden[rows])
         return logits
-
-
-def _metadata(
-    step: list[torch.Tensor], tables: torch.Tensor, max_query_len: int, fresh: bool = False
-) -> AttentionMetadata:
-    """Return the metadata of a step, whose tensors are in the order of ``_parts``."""
-    _, _, slot_mapping, context_lens, query_start_loc, slots = step[:6]
-    places = slot_mapping, tables, context_lens, query_start_loc
-    return AttentionMetadata(*places, max_query_len, fresh=fresh, state_slots=slots)
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

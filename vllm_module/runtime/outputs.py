@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -157,6 +157,7 @@ class ScoringOutput:
 
 
 _Output = TypeVar("_Output")
+_Made = TypeVar("_Made")
 
 
 @dataclass
@@ -178,6 +179,10 @@ class PoolingRequestOutput(Generic[_Output]):
     num_cached_tokens: int = 0
     finished: bool = True
     error: str | None = None
+
+    def with_outputs(self, cls: Callable[..., _Made], outputs: object) -> _Made:
+        """Return the prompt with another result, as a ``cls``."""
+        return cls(self.request_id, outputs, self.prompt_token_ids, error=self.error)
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):

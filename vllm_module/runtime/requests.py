@@ -13,11 +13,10 @@ import torch
 
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.metrics import Totals
-from vllm_module.runtime.sampling.bad_words import encode_bad_words
+from vllm_module.runtime.sampling.row import check_tokens, encode_bad_words
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
-from vllm_module.runtime.text.prompts import check_vocabulary
 from vllm_module.runtime.text.stopping import complete_text
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
@@ -122,7 +121,7 @@ class Requests:
         if not prompt:
             raise ValueError("the prompt has no tokens")
         named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
-        check_vocabulary([*prompt, *params.stop_token_ids, *named], self.vocab_size)
+        check_tokens([*prompt, *params.stop_token_ids, *named], self.vocab_size)
         if len(prompt) >= self.max_model_len:
             limited_by_cache = self.max_model_len == self.cache_tokens
             limit = "the cache has room for" if limited_by_cache else "a sequence has"

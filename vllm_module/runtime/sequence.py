@@ -8,6 +8,7 @@ from typing import Literal
 
 from vllm_module.runtime.cache.page_pool import ROOT
 from vllm_module.runtime.metrics import RequestStateStats
+from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.text.tokenizer import TextStream
@@ -34,6 +35,7 @@ class Sequence:
         num_listed_pages: number of first pages that the row has on every rank.
         saved_at: while it runs, numbers of tokens after which its state is saved, ascending.
         uniform: generator of this sequence's random numbers, one for each generated token.
+        sampling_row: sampling inputs for its next token, once it has needed them.
         stream: decoder from tokens to text, if the text is needed at every step.
 
     """
@@ -56,6 +58,7 @@ class Sequence:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     text: str = ""
+    sampling_row: Row | None = None
     stream: TextStream | None = None
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None

@@ -12,13 +12,12 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.arguments import REQUEST_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.beam_search import BeamSearchOutput, BeamSearchParams, search
-from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.engine import Engine, Indexed
 from vllm_module.runtime.metrics import StepStats, progress
 from vllm_module.runtime.outputs import RequestOutput, decode_logprobs, request_output
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.serve import Indexed, serve
 from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages
 from vllm_module.runtime.text.prompts import (
     Prompt,
@@ -116,7 +115,7 @@ class TextMethods:
             report_refused(requests)
             ended = {i: each for i, each in enumerate(requests) if isinstance(each, RequestOutput)}
             with progress(use_tqdm, len(requests), "prompts", len(ended)) as count:
-                for index, output in serve(self.engine, requests, self._output):
+                for index, output in self.engine.serve(requests, self._output):
                     count(index not in ended)
                     ended[index] = output
             return [ended[index] for index in range(len(requests))]
@@ -158,7 +157,7 @@ class TextMethods:
         listed = prompts if isinstance(prompts, Iterator) else as_prompts(prompts)
         how = Tokenization()
         requests = (self._add(each, params, how, streamed=every_token) for each in listed)
-        yield from serve(self.engine, requests, self._output, concurrency, every_token, on_step)
+        yield from self.engine.serve(requests, self._output, concurrency, every_token, on_step)
 
     def chat(
         self,
@@ -282,7 +281,7 @@ class TextMethods:
         request = self._add(prompt, params, Tokenization(), streamed=True)
         if isinstance(request, RequestOutput):
             raise ValueError(request.error)
-        for _, output in serve(self.engine, [request], self._output, every_token=True):
+        for _, output in self.engine.serve([request], self._output, every_token=True):
             yield output
 
     def beam_search(
@@ -324,7 +323,7 @@ class TextMethods:
         """Return the logprobs of ``count`` most probable tokens after each sequence."""
         params = SamplingParams(max_tokens=1, logprobs=count, temperature=0, detokenize=False)
         requests = [self.engine.add(str(next(self._ids)), each, params) for each in sequences]
-        for _ in serve(self.engine, requests, self._output):
+        for _ in self.engine.serve(requests, self._output):
             pass
         for request in requests:
             if request.error is not None:
@@ -374,7 +373,7 @@ class TextMethods:
             return refused(request_id, text, ids, error)
 
     def _output(self, request: Request) -> RequestOutput:
-        """Return a request's output so far; :func:`serve` holds the engine's lock meanwhile."""
+        """Return a request's output so far; the engine's lock is held meanwhile."""
         output = request_output(request)
         if self.tokenizer is not None and request.params.detokenize:
             for entries in (output.prompt_logprobs, *(each.logprobs for each in output.outputs)):

@@ -11,12 +11,11 @@ import math
 import re
 from itertools import accumulate
 from operator import mul
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 import torch
 
-from vllm_module.base.messages import printable, shorten
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.base.messages import shorten
 from vllm_module.weights.header import DAMAGED, DTYPES, MAX_DIMS, Entry, StoredDType
 from vllm_module.weights.weight_file import WeightFile
 
@@ -87,9 +86,6 @@ class NpyFile(WeightFile):
 
     def _described(self) -> list[tuple[int, int]]:
         return [(0, self._start)]
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
 
 
 def has_type(dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError
@@ -61,6 +61,10 @@ class WeightFile(Mapping[str, "FileHandle"]):
     @abstractmethod
     def _described(self) -> list[tuple[int, int]]:
         """Return the ranges of bytes (begin, end) that describe the tensors."""
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """Raise ``CheckpointFormatError``, with the file's path."""
+        raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
 
     @property
     def nbytes(self) -> int:

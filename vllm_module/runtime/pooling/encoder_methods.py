@@ -92,12 +92,7 @@ class EncoderMethods:
             tokenization_kwargs=tokenization_kwargs,
         )
         return [
-            EmbeddingRequestOutput(
-                each.request_id,
-                EmbeddingOutput(each.outputs.data.tolist()),
-                each.prompt_token_ids,
-                error=each.error,
-            )
+            each.with_outputs(EmbeddingRequestOutput, EmbeddingOutput(each.outputs.data.tolist()))
             for each in pooled
         ]
 
@@ -121,7 +116,6 @@ class EncoderMethods:
                 of each token ``[tokens, hidden_size]``, ``"classify"`` for the classes'
                 probabilities ``[labels]``, or their logits without activation. By default
                 ``"classify"`` for a model with a head, else ``"embed"``.
-                model is for: the last with a head, else the first.
 
         Raises what :meth:`embed` raises.
 
@@ -169,15 +163,8 @@ class EncoderMethods:
             use_tqdm=use_tqdm,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return [
-            ClassificationRequestOutput(
-                each.request_id,
-                ClassificationOutput(each.outputs.data.tolist()),
-                each.prompt_token_ids,
-                error=each.error,
-            )
-            for each in pooled
-        ]
+        cls, made = ClassificationRequestOutput, ClassificationOutput
+        return [each.with_outputs(cls, made(each.outputs.data.tolist())) for each in pooled]
 
     def score(
         self,
@@ -231,14 +218,10 @@ class EncoderMethods:
             raise UnsupportedModelError(
                 f"the model has {max(sizes)} classes, and a score needs one: use classify"
             )
+        scores = [float("nan") if each.error else each.outputs.data.item() for each in pooled]
         return [
-            ScoringRequestOutput(
-                each.request_id,
-                ScoringOutput(float("nan") if each.error else each.outputs.data.item()),
-                each.prompt_token_ids,
-                error=each.error,
-            )
-            for each in pooled
+            each.with_outputs(ScoringRequestOutput, ScoringOutput(score))
+            for each, score in zip(pooled, scores, strict=True)
         ]
 
     def rerank(

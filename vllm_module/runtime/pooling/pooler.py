@@ -18,11 +18,11 @@ from vllm_module.runtime.outputs import PoolingOutput, PoolingRequestOutput
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, Pooling
 from vllm_module.runtime.pooling.sentence_config import SentenceConfig
 from vllm_module.runtime.pooling_params import PoolingParams
+from vllm_module.runtime.sampling.row import check_tokens
 from vllm_module.runtime.text.prompts import (
     Prompt,
     Tokenization,
     as_list,
-    check_vocabulary,
     report_refused,
     token_ids,
 )
@@ -197,7 +197,7 @@ class Pooler:
             ids = token_ids(prompt, self._get_tokenizer, tokenization)
         if not ids:
             raise ValueError("the prompt has no tokens")
-        check_vocabulary(ids, self._config.vocab_size)
+        check_tokens(ids, self._config.vocab_size)
         output.prompt_token_ids = ids
         if len(ids) > self.max_length:
             raise ValueError(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vllm_module.kernels.rows.adjust_logits import adjust_logits
-from vllm_module.runtime.sampling.row import Row
-from vllm_module.runtime.sampling.token_counts import TokenCounts, check_tokens
+from vllm_module.runtime.sampling.row import Row, check_tokens
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.transfers import Numbers
 
 

@@ -66,6 +66,7 @@ class RowGroup(NamedTuple):
         block: number of tokens in a block of the logits.
         adjusted: True if a bias, a penalty or a ban changes their logits.
         indices: indices of the rows.
+        params: parameters of each row.
 
     """
 
@@ -74,6 +75,7 @@ class RowGroup(NamedTuple):
     block: int
     adjusted: bool
     indices: list[int]
+    params: list[SamplingParams]
 
     def choose(self, x: Logits, settings: DrawSettings) -> Tensor:
         """Return a token ``[n, 1]`` for each row, or -1 for a row with NaN, inf or only -inf."""
@@ -84,17 +86,27 @@ class RowGroup(NamedTuple):
 
 def group_rows(rows: Sequence[Row], vocab: int) -> list[RowGroup]:
     """Return all rows in groups, adjusted ones first."""
-    groups: dict[tuple[_Draw, int, int, bool], list[int]] = {}
+    groups: dict[tuple[_Draw, int, int, bool], RowGroup] = {}
     for index, row in enumerate(rows):
-        groups.setdefault((*_method(row.params, vocab), row.adjusted), []).append(index)
-    found = [RowGroup(*how, indices) for how, indices in groups.items()]
-    return sorted(found, key=lambda group: not group.adjusted)
+        params, how = row.params, (draw_any, 0, FIRST)
+        if params.greedy:
+            how = draw_first, 0, FIRST
+        elif 0 < params.top_k < vocab:
+            how = draw_top_k, sorted_width(params.top_k, vocab), SEVERAL
+        elif params.top_p < 1:
+            how = draw_top_p, min(_SORTED, vocab), SEVERAL
+        key = (*how, row.adjusted)
+        if key not in groups:
+            groups[key] = RowGroup(*key, [], [])
+        groups[key].indices.append(index)
+        groups[key].params.append(params)
+    return sorted(groups.values(), key=lambda group: not group.adjusted)
 
 
 def choose(
     logits: Tensor,
     groups: Sequence[RowGroup],
-    settings: Sequence[DrawSettings],
+    settings: Tensor,
     indices: Tensor,
     adjustments: Adjustments | None,
 ) -> Tensor:
@@ -103,15 +115,19 @@ def choose(
     Args:
         logits: logits of the model, ``[rows, vocab]``.
         groups: groups of rows, adjusted ones first.
-        settings: settings of each group.
+        settings: the array of :func:`settings_array`, ``[rows, 5]``, in the order of the groups.
         indices: indices of the rows of all groups, on the device.
         adjustments: adjustments of the rows of adjusted groups; None if there are none.
 
     """
     found, end = [], 0
     x: Logits | None = None
-    for group, of in zip(groups, settings, strict=True):
+    for group in groups:
         start, end = end, end + len(group.indices)
+        scaled = any(each.temperature != 1 for each in group.params)
+        cut = any(each.min_p for each in group.params)
+        temperature, min_p, top_k, top_p, uniform = settings[start:end].unsqueeze(2).unbind(1)
+        of = DrawSettings(temperature, min_p, top_k, top_p, uniform, scaled, cut)
         if not group.adjusted:
             if x is None:
                 x = Logits.of(logits, min(each.block for each in groups if not each.adjusted))
@@ -135,45 +151,12 @@ def settings_array(rows: Iterable[Row]) -> array[float]:
     return settings
 
 
-def settings_of(
-    groups: Sequence[RowGroup], rows: Sequence[Row], sent: Tensor
-) -> list[DrawSettings]:
-    """Return the settings of each group.
-
-    Args:
-        groups: groups of ``rows``.
-        rows: rows that the groups index.
-        sent: the array of :func:`settings_array` on the device, in the order of the groups.
-
-    """
-    parts = torch.split(sent.view(-1, 5), [len(group.indices) for group in groups])
-    settings = []
-    for group, part in zip(groups, parts, strict=True):
-        params = [rows[index].params for index in group.indices]
-        scaled = any(each.temperature != 1 for each in params)
-        cut = any(each.min_p for each in params)
-        temperature, min_p, top_k, top_p, uniform = part.unsqueeze(2).unbind(1)
-        settings.append(DrawSettings(temperature, min_p, top_k, top_p, uniform, scaled, cut))
-    return settings
-
-
 def sorted_width(count: int, vocab: int) -> int:
     """Return the number of tokens to sort for ``count``; many counts share one number."""
     width = _SORTED
     while width < count:
         width *= 16
     return min(width, vocab)
-
-
-def _method(params: SamplingParams, vocab: int) -> tuple[_Draw, int, int]:
-    """Return how tokens are drawn: the first three fields of :class:`RowGroup`."""
-    if params.greedy:
-        return draw_first, 0, FIRST
-    if 0 < params.top_k < vocab:
-        return draw_top_k, sorted_width(params.top_k, vocab), SEVERAL
-    if params.top_p < 1:
-        return draw_top_p, min(_SORTED, vocab), SEVERAL
-    return draw_any, 0, FIRST
 
 
 def draw_first(x: Logits, peak: Tensor, settings: DrawSettings, width: int) -> Tensor:
@@ -236,20 +219,13 @@ def _mass_by_blocks(x: Logits, peak: Tensor, settings: DrawSettings) -> Tensor:
     for batch in x.batches(x.vocab):
         values = x.select(batch).read()
         if scratch is None:
-            scratch = _scratch(values)
+            # Reused: allocating for each batch would take longer than the arithmetic, because the
+            # C library returns the memory to the system, which clears it again.
+            scratch = values.new_empty((2, *values.shape), dtype=torch.float64)
         of = settings.select(batch)
         weights = _integer_weights(values, peak[batch], of, x.vocab, scratch[:, : len(values)])
         parts.append(by_blocks(weights, _MASS_BLOCK, Tensor.sum))
     return torch.cat(parts)
-
-
-def _scratch(x: Tensor) -> Tensor:
-    """Return two uninitialized tensors of the shape of ``x``, which are reused.
-
-    On a CPU, allocating for each batch would take longer than the arithmetic: the C library returns
-    the memory to the system, which clears it again.
-    """
-    return x.new_empty((2, *x.shape), dtype=torch.float64)
 
 
 def _integer_weights(
@@ -258,9 +234,10 @@ def _integer_weights(
     """Return int64 weights in proportion to the probabilities of ``x``.
 
     The weights of all ``vocab`` tokens have a sum below 2**62. A token that is less than about
-    2**-44 times as probable as the first one has weight 0. The result is in ``scratch``, if given.
+    2**-44 times as probable as the first one has weight 0. The result is in ``scratch``, if given:
+    two tensors of the shape of ``x``, in float64.
     """
-    ratio, other = _scratch(x) if scratch is None else scratch
+    ratio, other = x.new_empty((2, *x.shape), dtype=torch.float64) if scratch is None else scratch
     ratio.copy_(x).sub_(peak)  # log of the ratio to the first token
     if settings.scaled:
         ratio.div_(settings.temperature)

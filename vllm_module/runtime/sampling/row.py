@@ -1,23 +1,24 @@
-"""A row of logits to sample: the request's parameters and the state of its sequence."""
+"""A row of logits to sample: the request's parameters, its sequence, and the tokens it bans."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
 class Row:
-    """Sampling inputs for the next token of a sequence.
+    """Sampling inputs for the next token of a sequence, which may keep its row from step to step.
 
     Attributes:
         params: parameters of the request.
         token_ids: the prompt and the output so far; read only for penalties.
         prompt_len: number of prompt tokens in ``token_ids``.
         uniform: a random number in [0, 1), from the sequence's own generator.
-        banned: token ids that may not be chosen.
+        banned: token ids that may not be chosen; :meth:`ban` sets them.
         key: identifies the sequence, whose parameters stay and whose tokens are only appended. With
             a key, tokens counted for penalties are not counted again in the next step.
         penalized: True if the tokens of the sequence change the logits.
@@ -46,7 +47,45 @@ class Row:
         self.penalized = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
+        self.ban(self.banned)
+
+    def ban(self, banned: Collection[int]) -> None:
+        """Replace the tokens that may not be chosen."""
+        params, self.banned = self.params, banned
         self.adjusted = self.penalized or bool(
-            params.logit_bias or params.allowed_token_ids or self.banned
+            params.logit_bias or params.allowed_token_ids or banned
         )
         self.plain = params.greedy and params.logprobs is None and not self.adjusted
+
+
+def check_tokens(token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise ``ValueError`` for the first token that a model of ``vocab_size`` tokens lacks."""
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is outside of the vocabulary of {vocab_size}")
+
+
+def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of each banned word, at the start of a text and after a space.
+
+    As in vLLM, the tokens after a space are used only if they are as many and the first one
+    differs. Raises ``ValueError`` for a word without tokens.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        alone, spaced = (tokenizer.encode(space + word.lstrip(), False) for space in ("", " "))
+        if not alone:
+            raise ValueError(f"the bad word {word!r} has no tokens")
+        found.append(alone)
+        if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
+            found.append(spaced)
+    return found
+
+
+def completing_tokens(bad_words: Sequence[Sequence[int]], output: Sequence[int]) -> set[int]:
+    """Return the tokens that would complete a word at the end of ``output``."""
+    banned = set()
+    for *before, last in bad_words:
+        if not before or list(output[-len(before) :]) == before:
+            banned.add(last)
+    return banned

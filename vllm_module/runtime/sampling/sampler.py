@@ -21,8 +21,8 @@ from vllm_module.kernels.rows.token_logprobs import token_logprobs
 from vllm_module.runtime.sampling import ops as ops
 from vllm_module.runtime.sampling.adjustments import Adjustments
 from vllm_module.runtime.sampling.block_ops import FIRST, SEVERAL, Logits, batches, first_ids
-from vllm_module.runtime.sampling.row import Row
-from vllm_module.runtime.sampling.token_counts import TokenCounts, check_tokens
+from vllm_module.runtime.sampling.row import Row, check_tokens
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.transfers import Download, Numbers, Wait, synchronize, upload
 
@@ -147,13 +147,13 @@ def sample(
     if adjustments is not None:
         arrays += adjustments.arrays
     indices, settings, *sent = upload(arrays, logits.device)
+    settings = settings.view(-1, 5)
     if adjustments is not None:
         adjustments.place(sent[len(ranked) :])
     if groups:
-        of = ops.settings_of(groups, rows, settings)
-        tokens = ops.choose(logits, groups, of, indices, adjustments)
+        tokens = ops.choose(logits, groups, settings, indices, adjustments)
     else:
-        tokens = _draw(logits, rows, settings.view(-1, 5), indices, adjustments)
+        tokens = _draw(logits, rows, settings, indices, adjustments)
     logprobs = []
     for each, where in zip(ranked, sent, strict=False):
         own = tokens if len(where) == len(tokens) else tokens.index_select(0, where)

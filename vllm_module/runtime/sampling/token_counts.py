@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_module.kernels.rows.adjust_logits import EMPTY, NONE, count_tokens
-from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.row import Row, check_tokens
 
 _FEW = 64  # distinct tokens up to which recounting is not worthwhile
 _CHECKED = 256  # calls after which a table that was too large for all of them is allocated anew
@@ -146,13 +146,6 @@ class TokenCounts:
         count_tokens(self._table, plan.view(-1, 5), tokens, counts)
         self._entries = update.entries
         return self._table
-
-
-def check_tokens(ids: Iterable[int], vocab: int) -> None:
-    """Raise ``ValueError`` for a token outside of the vocabulary."""
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise ValueError(f"token {token} is outside of the vocabulary of {vocab}")
 
 
 def _count(row: Row, vocab: int) -> dict[int, int]:

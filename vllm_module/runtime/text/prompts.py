@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeGuard
 
@@ -171,13 +171,6 @@ def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], how: Tokenization
 
 def _is_nothing(value: object) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
-
-
-def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise ``ValueError`` for the first token that a model of ``vocab_size`` tokens lacks."""
-    for token in token_ids:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"token {token} is outside of the vocabulary of {vocab_size}")
 
 
 def refused(request_id: str, text: str | None, ids: list[int], error: ValueError) -> RequestOutput:

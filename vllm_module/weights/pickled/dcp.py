@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from vllm_module.base.messages import printable, printable_name, shorten
-from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.errors import WeightReadError
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.folder_files import FolderFiles
@@ -148,9 +148,6 @@ class _Chunked(WeightFile):
 
     def _described(self) -> list[tuple[int, int]]:
         return [(0, self._bytes.size)]
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
 
 
 def _compare(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from vllm_module.base.messages import describe_error, printable, shorten
-from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, MAX_NAME
 from vllm_module.weights.pickled.pickle_records import BrokenPickleError, PickleError
 from vllm_module.weights.pickled.saved_tensors import SavedTensor, TensorReader
@@ -73,9 +72,6 @@ class TorchFile(WeightFile):
 
     def _described(self) -> list[tuple[int, int]]:
         return [self._pickle]
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise CheckpointFormatError(f"{printable(self.path)}: {problem}")
 
 
 def _described(value: object) -> str:
