@@ -24,12 +24,13 @@ from vllm_module.kernels.matmul.compiled_rows import compiled_multiply
 from vllm_module.kernels.matmul.linear import most_rows_of_codes
 from vllm_module.kernels.matmul.packed_words import Packing
 
-_TRIED = 1, 8, 64  # numbers of rows that are timed
+_TRIED = 1, 8, 32  # numbers of rows that are timed
 _GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
 _ROUNDS = 5
 _WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
 _INT8, _FP8, _CODES, _IN_TABLE = 0, 1, {8: 2, 4: 3, 2: 5}, 4  # as in compiled_rows.py
 _BLOCKS = {"Q8_0": 10, "Q4_0": 11}
+_NO_TABLE = np.empty(0, np.float32)
 _threads = threading.Lock()  # numba's threads may be started by one thread at a time
 
 
@@ -102,7 +103,13 @@ def block_rows(blocks: torch.Tensor, kind: str) -> CodeRows | None:
     """Return a weight in blocks of GGUF files, or ``None`` if the loops do not take it."""
     if kind not in _BLOCKS:
         return None
-    return CodeRows(_BLOCKS[kind], blocks, torch.empty(len(blocks), 0))
+    return CodeRows(_BLOCKS[kind], blocks, torch.empty(len(blocks), 0), table=_halves())
+
+
+@functools.cache
+def _halves() -> torch.Tensor:
+    """Return all float16 numbers by their bits, float32."""
+    return torch.arange(1 << 16).to(torch.uint16).view(torch.float16).float()
 
 
 def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -147,29 +154,27 @@ def code_rows_matmul(
     rows = x.reshape(-1, x.shape[-1]).float()
     if weight.order is not None:
         rows = rows.index_select(1, weight.order)
-    output, empty = len(weight.rows), weight.rows.new_empty(0)
+    rows = rows.contiguous()
+    output, zeros, table = len(weight.rows), weight.zeros, weight.table
     y = rows.new_empty(output, len(rows))
-    arrays = (
-        weight.rows,
-        weight.scales,
-        empty.view(output, 0) if weight.zeros is None else weight.zeros,
-        weight.scales.new_empty(0) if weight.table is None else weight.table,
-    )
-    held, scales, zeros, table = (each.detach().contiguous().numpy() for each in arrays)
     _multiply()(
-        rows.contiguous().numpy(),
+        rows.numpy(),
         weight.kind,
-        held,
-        scales,
-        zeros,
+        _array(weight.rows),
+        _array(weight.scales),
+        np.empty((output, 0), np.uint8) if zeros is None else _array(zeros),
         np.float32(weight.zero),
-        table,
+        _NO_TABLE if table is None else _array(table),
         y.numpy(),
     )
-    product = y.t()
+    product = y.t() if len(rows) > 1 else y
     if bias is not None:
-        product = product + bias
-    return product.to(dtype or x.dtype).contiguous().view(*x.shape[:-1], output)
+        product = product + (bias if len(rows) > 1 else bias.unsqueeze(1))
+    return product.to(dtype or x.dtype).reshape(*x.shape[:-1], output)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().numpy()
 
 
 def _seconds(work: Callable[[], object]) -> float:

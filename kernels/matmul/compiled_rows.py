@@ -3,8 +3,9 @@
 This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.code_rows`.
 
 A row of the weight is dequantized into memory that stays in the cache, and multiplied by all rows
-of the input. Loops have lengths that the compiler does not know, because it unrolls those that it
-knows instead of computing eight numbers at once.
+of the input. If that is one row, the kinds used most are multiplied without writing their values.
+Loops have lengths that the compiler does not know, because it unrolls those that it knows instead
+of computing eight numbers at once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,9 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _half(low: Any, high: Any) -> Any:
-    """Return the finite float16 number of two bytes: bit 10 of it is bit 23 of a float32."""
-    bits = np.uint32(low) | (np.uint32(high) << np.uint32(8))
-    sign = np.uint32((bits & np.uint32(0x8000)) << np.uint32(16))
-    moved = np.uint32(sign | ((bits & np.uint32(0x7FFF)) << np.uint32(13)))
-    return moved.view(np.float32) * np.float32(2.0**112)
+def _half(low: Any, high: Any, halves: Any) -> Any:
+    """Return the float16 number of two bytes; ``halves`` has all, by their bits."""
+    return halves[np.int32(low) | (np.int32(high) << np.int32(8))]
 
 
 def _codes(
@@ -71,10 +69,10 @@ def _codes(
                 out[3, group, at] = (np.float32(byte >> np.int32(6)) - less) * scale
 
 
-def _blocks(kind: Any, rows: Any, n: Any, out: Any) -> None:
+def _blocks(kind: Any, rows: Any, n: Any, halves: Any, out: Any) -> None:
     """Write row ``n`` of a weight in a GGUF file's blocks to ``out [1, blocks, values]``."""
     for block in range(rows.shape[1]):
-        scale = _half(rows[n, block, 0], rows[n, block, 1])
+        scale = _half(rows[n, block, 0], rows[n, block, 1], halves)
         if kind == 10:  # Q8_0
             for at in range(out.shape[2]):
                 out[0, block, at] = np.float32(np.int8(rows[n, block, at + 2])) * scale
@@ -84,6 +82,45 @@ def _blocks(kind: Any, rows: Any, n: Any, out: Any) -> None:
                 low, high = np.float32(byte & np.int32(15)), np.float32(byte >> np.int32(4))
                 out[0, block, at] = (low - np.float32(8)) * scale
                 out[0, block, at + 16] = (high - np.float32(8)) * scale
+
+
+def _multiplied_at_once(kind: Any) -> Any:
+    """Return whether :func:`_product` takes this kind."""
+    return kind == 0 or kind == 3 or kind >= 10
+
+
+def _product(
+    kind: Any, rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any
+) -> np.float32:
+    """Return the product of one row ``x``, of the shape of ``out`` above, and row ``n``."""
+    product = np.float32(0)
+    for group in range(rows.shape[1]):
+        own = np.float32(0)  # of this group, without its scale
+        if kind == 0:
+            for at in range(rows.shape[2]):
+                own += x[0, group, at] * np.float32(np.int8(rows[n, group, at]))
+        elif kind == 3:
+            less = zero
+            if zeros.shape[1]:
+                less = np.float32(np.int32(zeros[n, group]))
+            for at in range(rows.shape[2]):
+                byte = np.int32(rows[n, group, at])
+                own += x[0, group, at] * (np.float32(byte & np.int32(15)) - less)
+                own += x[1, group, at] * (np.float32(byte >> np.int32(4)) - less)
+        elif kind == 10:
+            for at in range(x.shape[2]):
+                own += x[0, group, at] * np.float32(np.int8(rows[n, group, at + 2]))
+        else:
+            for at in range(x.shape[2] // 2):
+                byte = np.int32(rows[n, group, at + 2])
+                low, high = np.float32(byte & np.int32(15)), np.float32(byte >> np.int32(4))
+                own += x[0, group, at] * (low - np.float32(8))
+                own += x[0, group, at + 16] * (high - np.float32(8))
+        if kind < 10:
+            product += own * scales[n, group]
+        else:
+            product += own * _half(rows[n, group, 0], rows[n, group, 1], table)
+    return product
 
 
 def _products(x: Any, values: Any, n: Any, y: Any) -> None:
@@ -124,8 +161,8 @@ def compiled_multiply(parallel: bool) -> Callable[..., None]:
     from numba import njit, prange
     from numba.extending import register_jitable
 
-    for function in (_half, _codes, _blocks, _products):
-        register_jitable(**_OPTIONS)(function)
+    for function in (_half, _codes, _blocks, _multiplied_at_once, _product, _products):
+        register_jitable(inline="always")(function)  # a call takes as long as a row
 
     def multiply(
         x: Any, kind: Any, rows: Any, scales: Any, zeros: Any, zero: Any, table: Any, y: Any
@@ -134,14 +171,19 @@ def compiled_multiply(parallel: bool) -> Callable[..., None]:
         planes = 1
         if kind >= 3 and kind < 6:
             planes = 4 if kind == 5 else 2
+        size = columns // (planes * groups)
         for part in prange((outputs + _AT_ONCE - 1) // _AT_ONCE):
             values = np.empty(columns, np.float32)
-            out = values.reshape(planes, groups, columns // (planes * groups))
+            out = values.reshape(planes, groups, size)
+            alone = x.reshape(len(x), planes, groups, size)[0]
             for n in range(part * _AT_ONCE, min((part + 1) * _AT_ONCE, outputs)):
+                if len(x) == 1 and _multiplied_at_once(kind):
+                    y[n, 0] = _product(kind, rows, n, scales, zeros, zero, table, alone)
+                    continue
                 if kind < 10:
                     _codes(kind, rows, n, scales, zeros, zero, table, out)
                 else:
-                    _blocks(kind, rows, n, out)
+                    _blocks(kind, rows, n, table, out)
                 _products(x, values, n, y)
 
     compiled: Callable[..., None] = njit(multiply, parallel=parallel, cache=True, **_OPTIONS)
