@@ -118,7 +118,7 @@ def engines(folder: Path, n: int, requests: int, tokens: int) -> dict[str, Any]:
     tensors = {k: v for file in plain.glob("*.safetensors") for k, v in load_file(file).items()}
     write_gguf(folder / "gguf" / "model.gguf", whole, tensors)
     draw = random.Random(0)
-    prompts = [[draw.randrange(2, 32000) for _ in range(16)] for _ in range(requests)]
+    prompts = [[draw.randrange(2, 32000) for _ in range(8)] for _ in range(requests)]
     works: dict[str, Any] = {}
     for name, scheme in {"float32": None, **QUANTIZED}.items():
         source = folder / "gguf" / "model.gguf" if name == "Q8_0" else plain
@@ -158,13 +158,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--requests", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     results: dict[str, Any] = {"chosen": fastest_code_rows(torch.get_num_threads())}
     for size in SIZES:
-        for rows in ROWS:
+        for rows in arguments.rows:
             found = single(*size, rows, 10 * arguments.rounds)
             results[f"{rows}x{size[0]} by {size[0]}x{size[1]}, microseconds"] = found
             shortest = {name: round(each["least"]) for name, each in found.items()}
