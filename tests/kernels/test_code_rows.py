@@ -150,6 +150,17 @@ def test_narrow_inputs_are_multiplied_in_float32(dtype: torch.dtype, calls: list
     assert len(calls) == 1
 
 
+def test_a_product_reads_what_an_update_wrote(calls: list[int]) -> None:
+    """Nothing is held beside the weight: numbers that are written in place are multiplied by."""
+    weight, scale = torch.ones(5, 64, dtype=torch.int8), torch.ones(5, 1)
+    for value in (1, 2):
+        weight.fill_(value)
+        scale.fill_(value)
+        y = scaled_matmul(torch.ones(1, 64), weight, scale, (1, 64))
+        assert y.eq(64 * value * value).all()
+    assert len(calls) == 2
+
+
 def test_what_the_loops_do_not_take_is_dequantized(calls: list[int]) -> None:
     """More rows than chosen, derivatives, three bits, and weights that are no rows in memory."""
     weight, scale = torch.ones(5, 64, dtype=torch.int8), torch.ones(5, 1)
