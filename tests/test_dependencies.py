@@ -38,6 +38,8 @@ EXTRAS = {
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
     ("vllm_module.kernels.digest.compiled", "numba"): "digest",
+    ("vllm_module.kernels.matmul.code_rows", "numba"): "cpu",
+    ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
 }
 # Benchmarks measure beside it where it is installed, and say so where it is not.
 PEERS = {"runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}

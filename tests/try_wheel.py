@@ -68,6 +68,7 @@ get_model(model_config=ModelConfig(model=str(folder)), device_config=DeviceConfi
 # For each extra, code that needs it, and what that says where the extra is missing.
 EXTRAS = {
     "compressed-tensors": (COMPRESSED, "vllm-module[compressed-tensors]"),
+    "cpu": ("import numba", "No module named"),
     "demo": ("import transformers", "No module named 'transformers'"),
     "digest": ("import numba", "No module named"),
     "docs": ("import material, mkdocs, mkdocstrings_handlers.python", "No module named"),

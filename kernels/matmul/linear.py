@@ -27,16 +27,20 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
 class Products(NamedTuple):
-    """The choice of oneDNN for large float32 matmuls on a CPU, by number of rows.
+    """What multiplies on a CPU, by number of rows.
 
     Attributes:
-        one, few, many: True for oneDNN with one row, with 2 to 64 rows, and with more.
+        one, few, many: True for oneDNN with one row, with 2 to 64 rows, and with more; for large
+            float32 matmuls.
+        codes: largest number of rows that are multiplied by the codes of quantized weights
+            (:mod:`~vllm_module.kernels.matmul.code_rows`), instead of dequantizing a weight first.
 
     """
 
     one: bool = False
     few: bool = False
     many: bool = False
+    codes: int = 0
 
     def use_onednn(self, rows: int) -> bool:
         """Return whether oneDNN computes a matmul of ``rows`` rows."""
@@ -55,6 +59,11 @@ def products(chosen: Products) -> Iterator[None]:
         yield
     finally:
         _products.reset(token)
+
+
+def most_rows_of_codes() -> int:
+    """Return :attr:`Products.codes` of the block that this thread is in."""
+    return _products.get().codes
 
 
 def _seconds(work: Callable[[], object]) -> float:

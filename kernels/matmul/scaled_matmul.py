@@ -9,6 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
+from vllm_module.kernels.matmul.code_rows import (
+    code_rows_matmul,
+    eight_bit_rows,
+    takes_code_rows,
+)
 from vllm_module.kernels.matmul.matmul_configurations import (
     ScaledWeight,
     scaled_config_of,
@@ -119,6 +124,10 @@ def scaled_matmul_reference(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Dequantize to ``dtype`` and multiply, in plain torch; no input is quantized."""
+    if takes_code_rows(x, weight):
+        codes = eight_bit_rows(weight, scale, (block_rows, block_columns))
+        if codes is not None:
+            return code_rows_matmul(x, codes, bias, dtype)
     if x.dtype == _FP8:
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
         x = dequantized_input(rows, input_scale, block_columns, dtype).view(x.shape)

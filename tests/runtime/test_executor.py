@@ -336,6 +336,23 @@ def test_products_are_measured_once_and_for_float32_only(
         executors._fastest_products.cache_clear()
 
 
+def test_rows_of_codes_are_chosen_for_quantized_models_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products with codes are measured for quantized weights, whatever the model's dtype."""
+    monkeypatch.setattr(executors, "fastest_code_rows", lambda threads: 64)
+    config = EngineConfig(kv_cache_memory_bytes=1 << 20)
+    for dtype, scheme, expected in (
+        ("float32", None, 0),
+        ("bfloat16", "int8_per_channel_weight_only", 64),
+        ("float32", "int8_per_channel_weight_only", 64),
+    ):
+        model = ModelConfig(model=str(folder), dtype=dtype, quantization=scheme)
+        made = Executor(model, LoadConfig(), DeviceConfig(device="cpu"), config)
+        assert made.products.codes == expected
+        made.close()
+
+
 @pytest.mark.parametrize("source", [dict, lambda pairs: iter(pairs.items())])
 def test_an_update_reaches_all_ranks(
     shared: Executor, folder: Path, tmp_path: Path, source: Callable[[Weights], Any]

@@ -17,7 +17,9 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+from vllm_module.kernels.matmul.code_rows import fastest_code_rows
 from vllm_module.kernels.matmul.linear import Products, fastest_products, products
+from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.runtime.devices import as_called, current, own_device
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.ranks.group import Ranks, join, meeting_place
@@ -44,8 +46,8 @@ class Executor:
     Attributes:
         rank, size: this process's rank, and the number of ranks.
         worker: this rank's part of the work.
-        products: library (torch or oneDNN) for matmuls on a CPU, by number of rows; rank 0
-            chooses for all ranks.
+        products: what multiplies on a CPU (torch, oneDNN or loops over the codes of quantized
+            weights), by number of rows; rank 0 chooses for all ranks.
         refusal: reason why no step runs after a failed change of the weights; else ``None``.
         asleep: level at which the engine sleeps; 0 if it is awake.
 
@@ -96,9 +98,13 @@ class Executor:
             self.worker = Worker(model, load_config, device_config, config)
         # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
         self.products = Products()
-        is_wide = self.worker.source.dtype == torch.float32
-        if self.rank == 0 and is_wide and self._ranks.device.type == "cpu":
-            self.products = _fastest_products(torch.get_num_threads())
+        if self.rank == 0 and self._ranks.device.type == "cpu":
+            threads = torch.get_num_threads()
+            if self.worker.source.dtype == torch.float32:
+                self.products = _fastest_products(threads)
+            layers = self.worker.model.modules()
+            if any(isinstance(each, QuantizableLayer) and each.is_quantized for each in layers):
+                self.products = self.products._replace(codes=fastest_code_rows(threads))
 
     def start(self, max_model_len: int) -> tuple[int, int]:
         """Allocate the cache: on every rank as many pages as fit on the rank with the least memory.

@@ -1,0 +1,278 @@
+"""Products with quantized weights on a CPU: codes are dequantized in its cache, row by row.
+
+Weights stay as they are stored, and numbers are float32, as in the products that dequantize a
+weight first. Only the order of sums differs. The loops need the extra ``cpu``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.matmul.compiled_rows import compiled_multiply
+from vllm_module.kernels.matmul.linear import most_rows_of_codes
+from vllm_module.kernels.matmul.packed_words import Packing
+
+_TRIED = 1, 8, 32  # numbers of rows that are timed
+_GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
+_ROUNDS = 5
+_WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
+_INT8, _FP8, _CODES, _IN_TABLE = 0, 1, {8: 2, 4: 3, 2: 5}, 4  # as in compiled_rows.py
+_BLOCKS = {"Q8_0": 10, "Q4_0": 11}
+_NO_TABLE = np.empty(0, np.float32)
+_threads = threading.Lock()  # numba's threads may be started by one thread at a time
+
+
+class CodeRows(NamedTuple):
+    """A weight ``[output, input]`` in groups of bytes that share a scale.
+
+    Attributes:
+        kind: how numbers are stored in a byte.
+        rows: uint8 ``[output, groups, bytes]``, contiguous.
+        scales: float32 ``[output, groups]``; without columns if the bytes hold them.
+        zeros: uint8 ``[output, groups]``, subtracted from codes, if ``zero`` is not.
+        zero: subtracted from all codes.
+        table: float32, values of the codes; or ``None``.
+        order: the input of each number in the order of rows; ``None`` if that is their order.
+
+    """
+
+    kind: int
+    rows: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    zero: int = 0
+    table: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+
+def eight_bit_rows(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> CodeRows | None:
+    """Return a weight of ``scaled_matmul``, or ``None`` if the loops do not take it."""
+    output, columns = weight.shape
+    groups = scale.shape[1]
+    if columns % groups or (groups > 1 and columns // groups != block[1]):
+        return None
+    if block[0] > 1:
+        scale = scale.repeat_interleave(block[0], 0)[:output]
+    kind = _INT8 if weight.dtype == torch.int8 else _FP8
+    return CodeRows(kind, _grouped(weight, groups), scale)
+
+
+def packed_rows(
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    packing: Packing,
+    group_size: int,
+    zeros: torch.Tensor | None,
+    group_of: torch.Tensor | None,
+    codebook: torch.Tensor | None,
+) -> CodeRows | None:
+    """Return a weight of ``packed_matmul``, or ``None`` if the loops do not take it."""
+    bits, along, order = packing
+    groups, size = scales.shape[1], words.shape[1] * words.dtype.itemsize
+    in_table = codebook is not None
+    if along == 0 or group_of is not None or bits not in _CODES or (in_table and bits != 4):
+        return None
+    if size % groups or (groups > 1 and group_size * bits != size // groups * 8):
+        return None
+    return CodeRows(
+        _IN_TABLE if in_table else _CODES[bits],
+        _grouped(words, groups),
+        scales.float(),
+        zeros,
+        0 if in_table else 1 << (bits - 1),
+        codebook,
+        _order_of(size, bits, words.dtype.itemsize, order),
+    )
+
+
+def block_rows(blocks: torch.Tensor, kind: str) -> CodeRows | None:
+    """Return a weight in blocks of GGUF files, or ``None`` if the loops do not take it."""
+    if kind not in _BLOCKS:
+        return None
+    return CodeRows(_BLOCKS[kind], blocks, torch.empty(len(blocks), 0), table=_halves())
+
+
+@functools.cache
+def _halves() -> torch.Tensor:
+    """Return all float16 numbers by their bits, float32."""
+    return torch.arange(1 << 16).to(torch.uint16).view(torch.float16).float()
+
+
+def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether a product with a quantized weight is computed by the loops.
+
+    They were chosen for so many rows (:class:`~vllm_module.kernels.matmul.linear.Products`), and
+    no derivative is needed.
+    """
+    most = most_rows_of_codes()
+    return (
+        most > 0
+        and 0 < x.numel() <= most * x.shape[-1]
+        and x.is_cpu
+        and not torch.compiler.is_compiling()
+        and torch.is_inference_mode_enabled()
+        and x.dtype in FLOATS
+        and weight.is_contiguous()
+    )
+
+
+def code_rows_matmul(
+    x: torch.Tensor,
+    weight: CodeRows,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply by a weight in codes, in float32.
+
+    Args:
+        x: ``[..., input]``, bfloat16, float16 or float32, on the CPU.
+        weight: the weight ``[output, input]``.
+        bias: ``[output]``, or ``None``.
+        dtype: dtype of the result; by default that of ``x``.
+
+    Returns:
+        ``[..., output]``. The order of sums depends on the number of rows.
+
+    Raises:
+        ImportError: numba is not installed.
+
+    """
+    rows = x.reshape(-1, x.shape[-1]).float()
+    if weight.order is not None:
+        rows = rows.index_select(1, weight.order)
+    rows = rows.contiguous()
+    output, zeros, table = len(weight.rows), weight.zeros, weight.table
+    y = rows.new_empty(output, len(rows))
+    _multiply()(
+        rows.numpy(),
+        weight.kind,
+        _array(weight.rows),
+        _array(weight.scales),
+        np.empty((output, 0), np.uint8) if zeros is None else _array(zeros),
+        np.float32(weight.zero),
+        _NO_TABLE if table is None else _array(table),
+        y.numpy(),
+    )
+    product = y.t() if len(rows) > 1 else y
+    if bias is not None:
+        product = product + (bias if len(rows) > 1 else bias.unsqueeze(1))
+    return product.to(dtype or x.dtype).reshape(*x.shape[:-1], output)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().numpy()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@functools.cache
+def fastest_code_rows(
+    threads: int, seconds: Callable[[Callable[[], object]], float] = _seconds
+) -> int:
+    """Return the largest number of rows that the loops multiply faster than dequantizing first.
+
+    Both multiply by int8 weights, the fastest to dequantize, in less than a second. It is 0 without
+    numba; with it, the first call on a machine compiles the loops in some seconds, and keeps them.
+
+    Args:
+        threads: torch's number of threads; it is measured once for each number.
+        seconds: function that runs its argument and returns the time it took; tests replace it.
+
+    """
+    try:
+        _loops(threads)
+    except ImportError:
+        return 0
+    weights = torch.ones(_WEIGHTS, dtype=torch.int8)
+    scale, turns, most = torch.ones(_WEIGHTS[1], 1), itertools.cycle(weights), 0
+
+    def dequantized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight.float() * scale)
+
+    def loops(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = eight_bit_rows(weight, scale, (1, _WEIGHTS[-1]))
+        assert rows is not None
+        return code_rows_matmul(x, rows)
+
+    with torch.inference_mode():
+        for rows in _TRIED:
+            x = torch.ones(rows, _WEIGHTS[-1])
+            least = dict.fromkeys((dequantized, loops), math.inf)
+            loops(x, weights[0])  # compiles
+            for _ in range(_ROUNDS):
+                for way in least:
+                    least[way] = min(least[way], seconds(partial(way, x, next(turns))))
+            if least[loops] > _GAIN * least[dequantized]:
+                break
+            most = rows
+    return most
+
+
+def _grouped(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    return weight.detach().view(torch.uint8).view(len(weight), groups, -1)
+
+
+@functools.lru_cache(maxsize=256)
+def _order_of(size: int, bits: int, width: int, order: Sequence[int] | None) -> torch.Tensor | None:
+    """Return the input of each code, with the lowest codes of all bytes of a row before the next.
+
+    Args:
+        size: bytes of a row.
+        bits: of a code.
+        width: bytes of a word.
+        order: place in its word of each code.
+
+    """
+    in_byte, in_word = 8 // bits, width * 8 // bits
+    if in_byte == 1 and order is None:
+        return None
+    codes = torch.arange(in_word)
+    if order is not None:
+        codes = torch.tensor(order).argsort()
+    words = torch.arange(size // width).unsqueeze(1) * in_word + codes
+    return words.view(size, in_byte).t().reshape(-1)
+
+
+def _multiply() -> Callable[..., None]:
+    """Return the loops for torch's number of threads. Raises ``ImportError`` without numba."""
+    return _loops(torch.get_num_threads())
+
+
+@functools.cache
+def _loops(threads: int) -> Callable[..., None]:
+    try:
+        import numba
+    except ImportError as error:
+        raise ImportError(
+            "multiplying codes on a CPU needs numba: pip install 'vllm-module[cpu]'"
+        ) from error
+    available = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined] # set when imported
+    threads = min(threads, available)
+    multiply = compiled_multiply(threads > 1)
+    if threads == 1:
+        return multiply
+
+    def in_threads(*arguments: Any) -> None:
+        with _threads:
+            numba.set_num_threads(threads)
+            multiply(*arguments)
+
+    return in_threads

@@ -1,0 +1,212 @@
+"""Products with the codes of quantized weights beside plain torch in float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from vllm_module.kernels.matmul import code_rows as home
+from vllm_module.kernels.matmul.code_rows import fastest_code_rows
+from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
+from vllm_module.kernels.matmul.linear import Products, products
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul
+from vllm_module.kernels.matmul.packed_words import Packing
+from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
+
+pytest.importorskip("numba")
+AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+OUTPUT, INPUT = 37, 256  # the last part of a thread has fewer outputs
+Case = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def chosen() -> Iterator[None]:
+    with torch.inference_mode(), products(Products(codes=64)):
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the kinds of weights that the loops have multiplied by."""
+    seen: list[int] = []
+    loops = home._multiply
+
+    def multiply() -> Callable[..., None]:
+        multiplied = loops()
+
+        def call(*arguments: Any) -> None:
+            seen.append(arguments[1])
+            multiplied(*arguments)
+
+        return call
+
+    monkeypatch.setattr(home, "_multiply", multiply)
+    return seen
+
+
+def scaled(dtype: torch.dtype, block: tuple[int, int]) -> Case:
+    weight = torch.randint(256, (OUTPUT, INPUT)).to(torch.uint8)
+    weight[weight & 0x7F == 0x7F] = 0  # NaN in FP8
+    weight = weight.view(dtype)
+    scale = torch.rand(-(-OUTPUT // block[0]), INPUT // block[1])
+    spread = scale.repeat_interleave(block[0], 0)[:OUTPUT].repeat_interleave(block[1], 1)
+    return lambda x: scaled_matmul(x, weight, scale, block), weight.double() * spread
+
+
+def packed(
+    bits: int,
+    group: int,
+    order: tuple[int, ...] | None = None,
+    *,
+    zeros: bool = False,
+    table: bool = False,
+    dtype: torch.dtype = torch.int32,
+) -> Case:
+    codes = torch.randint(1 << bits, (OUTPUT, INPUT))
+    count = dtype.itemsize * 8 // bits
+    places = torch.tensor(order or range(count)) * bits
+    words = (codes.view(OUTPUT, -1, count) << places).sum(-1)
+    words = (words - (words >> 31 << 32) if dtype == torch.int32 else words).to(dtype)
+    scales, values = torch.rand(OUTPUT, INPUT // group), torch.randn(1 << bits)
+    zero = torch.randint(1 << bits, scales.shape).to(torch.uint8) if zeros else None
+    less = torch.full_like(scales, 1 << (bits - 1)) if zero is None else zero
+    plain = codes - less.double().repeat_interleave(group, 1)
+    expected = (values[codes] if table else plain) * scales.double().repeat_interleave(group, 1)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        packing, codebook = Packing(bits, 1, order), values if table else None
+        return packed_matmul(x, words, scales, packing, group, zeros=zero, codebook=codebook)
+
+    return multiply, expected.double()
+
+
+def blocks(kind: str) -> Case:
+    quantization = gguf.GGMLQuantizationType[kind]
+    values = torch.randn(OUTPUT, INPUT).numpy()
+    rows = gguf.quants.quantize(values, quantization)
+    values = torch.from_numpy(gguf.quants.dequantize(rows, quantization)).double()
+    count = INPUT // gguf.GGML_QUANT_SIZES[quantization][0]
+    held = torch.from_numpy(rows).view(OUTPUT, count, -1)
+    return lambda x: blocks_matmul(x, held, kind), values
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "int8 by channel": lambda: scaled(torch.int8, (1, INPUT)),
+    "int8 by block": lambda: scaled(torch.int8, (16, 64)),
+    "int8 by tensor": lambda: scaled(torch.int8, (OUTPUT, INPUT)),
+    "fp8 by channel": lambda: scaled(torch.float8_e4m3fn, (1, INPUT)),
+    "fp8 by block": lambda: scaled(torch.float8_e4m3fn, (16, 128)),
+    "int4": lambda: packed(4, 128),
+    "int4, one group": lambda: packed(4, INPUT),
+    "int4, groups of 32 with zeros": lambda: packed(4, 32, zeros=True),
+    "int4 in another order": lambda: packed(4, 64, AWQ, zeros=True),
+    "nf4": lambda: packed(4, 64, (1, 0), table=True, dtype=torch.uint8),
+    "int8 in words": lambda: packed(8, 64, zeros=True),
+    "int8 in words, symmetric": lambda: packed(8, 128),
+    "int2": lambda: packed(2, 64),
+    "Q8_0": lambda: blocks("Q8_0"),
+    "Q4_0": lambda: blocks("Q4_0"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_are_those_of_the_dequantized_weight(
+    case: str, threads: int, calls: list[int]
+) -> None:
+    """For any number of rows, errors are within the bound of sums of so many products in float32.
+
+    The bound is (n + 4) units in the last place of the sum of absolute products: one for each of n
+    products and sums, and some for dequantizing.
+    """
+    torch.manual_seed(len(case))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        multiply, weight = CASES[case]()
+        for shape in ((1,), (6,), (2, 1, 2)):
+            x = torch.randn(*shape, INPUT)
+            y = multiply(x)
+            bound = (INPUT + 4) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
+            assert ((y.double() - x.double() @ weight.T).abs() <= bound).all()
+            assert torch.equal(y, multiply(x))
+    finally:
+        torch.set_num_threads(before)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_inputs_are_multiplied_in_float32(dtype: torch.dtype, calls: list[int]) -> None:
+    """The result, with a bias, is that of float32, rounded once."""
+    weight, scale = torch.randint(-9, 9, (5, 64), dtype=torch.int8), torch.ones(5, 1)
+    x, bias = torch.randint(-3, 4, (3, 64)).to(dtype), torch.ones(5, dtype=dtype)
+    y = scaled_matmul(x, weight, scale, (1, 64), bias)
+    assert torch.equal(y, (x.double() @ weight.double().T + 1).to(dtype))
+    assert len(calls) == 1
+
+
+def test_a_product_reads_what_an_update_wrote(calls: list[int]) -> None:
+    """Nothing is held beside the weight: numbers that are written in place are multiplied by."""
+    weight, scale = torch.ones(5, 64, dtype=torch.int8), torch.ones(5, 1)
+    for value in (1, 2):
+        weight.fill_(value)
+        scale.fill_(value)
+        y = scaled_matmul(torch.ones(1, 64), weight, scale, (1, 64))
+        assert y.eq(64 * value * value).all()
+    assert len(calls) == 2
+
+
+def test_what_the_loops_do_not_take_is_dequantized(calls: list[int]) -> None:
+    """More rows than chosen, derivatives, three bits, and weights that are no rows in memory."""
+    weight, scale = torch.ones(5, 64, dtype=torch.int8), torch.ones(5, 1)
+    block = 1, 64
+    assert scaled_matmul(torch.ones(65, 64), weight, scale, block).eq(64).all()
+    with products(Products()):
+        scaled_matmul(torch.ones(1, 64), weight, scale, block)
+    columns = weight.t().contiguous().t()
+    assert scaled_matmul(torch.ones(1, 64), columns, scale, block).eq(64).all()
+    assert scaled_matmul(torch.ones(0, 64), weight, scale, block).shape == (0, 5)
+    with torch.inference_mode(False):
+        x = torch.ones(1, 64, requires_grad=True)
+        scaled_matmul(x, weight.clone(), scale.clone(), block).sum().backward()
+        assert x.grad is not None
+    words = torch.zeros(5, 6, dtype=torch.int32)
+    packed_matmul(torch.ones(1, 64), words, torch.ones(5, 1), Packing(3), 64)
+    assert calls == []
+    assert scaled_matmul(torch.ones(64, 64), weight, scale, block).eq(64).all()
+    assert len(calls) == 1
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    """A NaN or an infinity of the input is in the results of its own row."""
+    x, weight = torch.randn(6, 64), torch.ones(5, 64, dtype=torch.int8)
+    x[1, 7], x[5, 63] = torch.nan, torch.inf
+    y = scaled_matmul(x, weight, torch.ones(5, 1), (1, 64))
+    assert y.isfinite().all(-1).tolist() == [True, False, True, True, True, False]
+
+
+@pytest.mark.parametrize(("slow_from", "most"), [(0, 0), (8, 1), (32, 8), (33, 32)])
+def test_the_loops_are_chosen_where_they_take_less_time(slow_from: int, most: int) -> None:
+    """By a clock of the test's, the largest number of rows is found for which they are faster."""
+
+    def seconds(work: Any) -> float:
+        way, (x, _) = work.func, work.args
+        return 1.0 if way.__name__ == "dequantized" or len(x) >= slow_from else 0.85
+
+    assert fastest_code_rows(1, seconds) == most
+
+
+def test_without_numba_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are dequantized first, and a call of the loops names the extra."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    home._loops.cache_clear()
+    assert fastest_code_rows(1, lambda _: pytest.fail("it was measured")) == 0
+    codes = home.eight_bit_rows(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 1), (1, 8))
+    assert codes is not None
+    with pytest.raises(ImportError, match=r"vllm-module\[cpu\]"):
+        home.code_rows_matmul(torch.ones(1, 8), codes)
