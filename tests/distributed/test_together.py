@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -347,6 +348,26 @@ def test_every_rank_calls_engines_of_a_launcher(
     for first in (0, 2):  # seeds are drawn by the engine's first rank
         assert results[first]["drawn"] == results[first + 1]["drawn"]
     assert results[0]["drawn"] != results[2]["drawn"]
+
+
+@pytest.mark.parametrize("outcome", ["trained_weights_move"], indirect=True)
+def test_shards_of_a_trainer_move_to_an_engine(
+    outcome: Outcome, tokens_of: dict[str, list[list[int]]]
+) -> None:
+    """Boxes arrive in place with the trainer's digests; a sender that dies is named by all."""
+    assert outcome.codes == {0: 0, 1: -9, 2: 0, 3: 0}
+    sender, *results = (outcome.notes[rank]["returned"] for rank in (0, 2, 3))
+    assert sender.startswith("RankError: ")
+    assert "rank 1 of 4 ended" in sender
+    shapes = runpy.run_path(str(HERE / "loading_together.py"))["SHAPES"].items()
+    # Vectors are kept by both ranks of the engine, all other weights by one of them.
+    kept = sum(math.prod(shape) * (2 if len(shape) == 1 else 1) * 4 for _, shape in shapes)
+    for result in results:
+        assert result["before"] == tokens_of["good"]
+        assert result["after"] == result["last"] == tokens_of["other values"]
+        assert result["same"]  # addresses
+        assert result["sent"] == kept
+        assert "rank 1 of 4 ended" in result["said"] or "rank 1 ended" in result["said"]
 
 
 @pytest.mark.parametrize("outcome", ["a_program_goes_on"], indirect=True)

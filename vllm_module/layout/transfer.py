@@ -48,7 +48,7 @@ class Route:
         parts: for each box that consists of gathered ones, their numbers.
         sent: hops from ranks of the source to ranks of the target.
         relayed: hops from ranks of the target to others on their node.
-        itemsize: bytes of an element at the source.
+        dtype: of the elements at the source.
 
     """
 
@@ -60,7 +60,12 @@ class Route:
     parts: Mapping[int, Ints]
     sent: tuple[Hop, ...]
     relayed: tuple[Hop, ...]
-    itemsize: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element at the source."""
+        return _itemsize(self.dtype)
 
     def nbytes(self, hop: Hop) -> int:
         """Bytes of a hop in all tensors of the route."""
@@ -295,7 +300,7 @@ class _Making:
         )
         return Route(
             tuple(self._entries), self._kind.experts, self._view, tuple(self._boxes), gathered,
-            self._parts, tuple(self._sent), tuple(self._relayed), self._itemsize,
+            self._parts, tuple(self._sent), tuple(self._relayed), self._kind.dtype,
         )  # fmt: skip
 
     def _box(self, box: Box) -> int:
