@@ -230,6 +230,11 @@ class EngineConfig(_Closed):
 
     Attributes:
         tensor_parallel_size: ranks, each a process with a device of its own.
+        distributed_executor_backend: ``"mp"`` starts the other ranks, whatever world this process
+            is in; ``"uni"`` has one rank. With ``"external_launcher"`` each process that was
+            launched is a rank of an engine of ``tensor_parallel_size`` of them, and all ranks of an
+            engine make the same calls. By default it is torchrun's world, if torchrun has started
+            several processes and ``tensor_parallel_size`` is not 1, else ``"mp"``.
         kv_cache_dtype: dtype of the KV cache; ``"auto"`` is the model's, ``"fp8"`` is fp8_e4m3.
         block_size: tokens in a page of the KV cache.
         gpu_memory_utilization: share of a GPU's memory for weights, one step and the KV cache.
@@ -253,6 +258,7 @@ class EngineConfig(_Closed):
     """
 
     tensor_parallel_size: _Count = 1
+    distributed_executor_backend: Literal["mp", "uni", "external_launcher"] | None = None
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     block_size: _Count = 16
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9

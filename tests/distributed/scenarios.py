@@ -1,7 +1,7 @@
 """Run scenarios of the files beside this one: each rank is a process, forked from this one.
 
 ``scenarios.py DIRECTORY NAMES...`` runs a few scenarios at once, by default all of them. A name
-that ends with ``.py`` is a file of scenarios, taken instead of the three usual ones. Each rank
+that ends with ``.py`` is a file of scenarios, taken instead of the four usual ones. Each rank
 writes what it returned or raised, and when, to ``DIRECTORY/<scenario>/rank<R>.json``. Prints how
 long after what happened to a rank the last of the others named it.
 """
@@ -24,7 +24,8 @@ import torch.distributed as dist
 # Imported once, for all forks. (vllm_module.runtime would send what is logged nowhere.)
 import vllm_module.cli.app
 import vllm_module.cli.commands.load
-import vllm_module.models.llama  # noqa: F401
+import vllm_module.models.llama
+import vllm_module.runtime.llm  # noqa: F401
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 AT_ONCE = 6  # some of them only wait
@@ -110,7 +111,8 @@ class Running:
 def main(directory: Path, names: list[str]) -> None:
     scenarios: dict[str, tuple[int, Any]] = {}
     files = [name for name in names if name.endswith(".py")]
-    for file in files or ("working_together.py", "loading_together.py", "commands_together.py"):
+    usual = ("working", "loading", "commands", "engines")
+    for file in files or [f"{name}_together.py" for name in usual]:
         module = runpy.run_path(str(Path(__file__).with_name(file)))
         scenarios |= module["SCENARIOS"]
         module.get("prepare", lambda _: None)(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -298,6 +299,124 @@ def test_a_replica_that_fails_leaves_the_other_alone(outcome: Outcome) -> None:
 def test_a_group_without_a_cpu_loads_all_the_same(outcome: Outcome) -> None:
     """Its ranks exchange messages over a temporary gloo group, in every load."""
     assert outcome.codes == dict.fromkeys(range(3), 0), outcome.notes
+
+
+@pytest.fixture(scope="module")
+def tokens_of(directory: Path) -> dict[str, list[list[int]]]:
+    """Tokens that a lone process computes of two checkpoints."""
+    module = runpy.run_path(str(HERE / "engines_together.py"))
+    found = {}
+    for name in ("good", "other values"):
+        with module["engine"](directory / "alone", name) as llm:
+            found[name] = module["tokens"](llm)
+    assert found["good"] != found["other values"]
+    return found
+
+
+def returned(outcome: Outcome) -> list[Any]:
+    assert set(outcome.codes.values()) == {0}, outcome.notes
+    return [outcome.notes[rank]["returned"] for rank in sorted(outcome.notes)]
+
+
+@pytest.mark.parametrize("outcome", ["engine_in_each_process"], indirect=True)
+def test_an_engine_of_one_rank_is_a_guest(
+    outcome: Outcome, tokens_of: dict[str, list[list[int]]]
+) -> None:
+    """It leaves the program's process group alone, which may begin and end before or after it."""
+    assert returned(outcome) == [[True, [1, 1], [3, 3], [tokens_of["good"]] * 4]] * 2
+
+
+@pytest.mark.parametrize("outcome", ["engines_of_two_ranks"], indirect=True)
+def test_every_rank_calls_engines_of_a_launcher(
+    outcome: Outcome, tokens_of: dict[str, list[list[int]]]
+) -> None:
+    """A policy and a reference of two ranks give each rank its outputs, updates and refusals."""
+    good, other = tokens_of["good"], tokens_of["other values"]
+    results = returned(outcome)
+    for rank, result in enumerate(results):
+        assert (result["untouched"], result["sums"]) == (True, [10])
+        assert result["place"] == [rank % 2, 2]
+        found = result["tokens"]
+        assert (found["policy"], found["reference"]) == (good, other)
+        names = ("updated", "refused", "alone", "last")
+        assert [found[name] for name in names] == [other] * 4
+        assert result["differences"] == []
+        assert result["said"].startswith(
+            "MisshapenWeightError" if rank % 2 else "RankError: rank 1"
+        )
+        assert "model.norm.weight: expected shape [48], got [7]" in result["said"]
+    for first in (0, 2):  # seeds are drawn by the engine's first rank
+        assert results[first]["drawn"] == results[first + 1]["drawn"]
+    assert results[0]["drawn"] != results[2]["drawn"]
+
+
+@pytest.mark.parametrize("outcome", ["trained_weights_move"], indirect=True)
+def test_shards_of_a_trainer_move_to_an_engine(
+    outcome: Outcome, tokens_of: dict[str, list[list[int]]]
+) -> None:
+    """Boxes arrive in place with the trainer's digests; a sender that dies is named by all."""
+    assert outcome.codes == {0: 0, 1: -9, 2: 0, 3: 0}
+    sender, *results = (outcome.notes[rank]["returned"] for rank in (0, 2, 3))
+    assert sender.startswith("RankError: ")
+    assert "rank 1 of 4 ended" in sender
+    shapes = runpy.run_path(str(HERE / "loading_together.py"))["SHAPES"].items()
+    # Vectors are kept by both ranks of the engine, all other weights by one of them.
+    kept = sum(math.prod(shape) * (2 if len(shape) == 1 else 1) * 4 for _, shape in shapes)
+    for result in results:
+        assert result["before"] == tokens_of["good"]
+        assert result["after"] == result["last"] == tokens_of["other values"]
+        assert result["same"]  # addresses
+        assert result["sent"] == kept
+        assert "rank 1 of 4 ended" in result["said"] or "rank 1 ended" in result["said"]
+
+
+@pytest.mark.parametrize("outcome", ["a_program_goes_on"], indirect=True)
+def test_a_program_with_a_process_group_loses_no_rank(
+    outcome: Outcome, tokens_of: dict[str, list[list[int]]]
+) -> None:
+    """Without a word the world is one engine, which says so; all ranks go on when it is closed."""
+    first, second = returned(outcome)
+    assert first == [2, tokens_of["good"], 3]
+    assert second[0::2] == [2, 3]
+    assert "give distributed_executor_backend='external_launcher'" in second[1]
+    assert "the 2 processes that were launched are the ranks of this engine" in outcome.logs[0]
+
+
+@pytest.mark.parametrize("outcome", ["a_program_ends"], indirect=True)
+def test_other_ranks_exit_with_a_program_without_a_process_group(
+    outcome: Outcome, tokens_of: dict[str, list[list[int]]]
+) -> None:
+    """As documented: rank 0 runs the script, the others run the model and exit with 0."""
+    assert returned(outcome) == [tokens_of["good"], "exit 0"]
+
+
+@pytest.mark.parametrize("outcome", ["ranks_of_its_own"], indirect=True)
+def test_one_process_of_a_world_starts_ranks_for_itself(
+    outcome: Outcome, tokens_of: dict[str, list[list[int]]]
+) -> None:
+    """Two engines with started ranks live in one process; the other processes wait for nothing."""
+    good, other = tokens_of["good"], tokens_of["other values"]
+    assert returned(outcome) == [[3, [good, other, other]], [3, []]]
+
+
+@pytest.mark.parametrize("outcome", ["sizes_that_do_not_fit"], indirect=True)
+def test_a_world_that_does_not_fit_is_refused_with_its_numbers(outcome: Outcome) -> None:
+    """Every process raises by itself: nothing else is done than what was asked for."""
+    expected = [
+        "tensor_parallel_size is 2, and torchrun has started 3 ranks",
+        "engines of 2 ranks do not divide the 3 processes that were launched",
+        "'uni' is an engine of one process",
+        "'mp', 'uni' or 'external_launcher', got 'ray'",
+    ]
+    for messages in returned(outcome):
+        for message, words in zip(messages, expected, strict=True):
+            assert words in message
+
+
+@pytest.mark.parametrize("outcome", ["a_rank_of_an_engine_dies"], indirect=True)
+def test_a_rank_that_dies_in_an_engine_of_a_launcher_is_named(outcome: Outcome) -> None:
+    """The other rank of the engine raises, names it, and its engine has ended."""
+    check_survivors(outcome, [1])
 
 
 def test_one_rank_speaks_for_a_command(directory: Path) -> None:

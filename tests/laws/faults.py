@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,6 +425,34 @@ FAULTS = (
     Fault("what is quantized is digested as the first rows", "laid_out", "quantized while loading",
           instead("core.digests:_viewed", lambda viewed, values, start, view, shape:
                   viewed(values, (0,) * len(start), view, shape))),
+    # How boxes get from one layout to another
+    Fault("a box goes to the next rank", "transfers", "row",
+          instead("layout.transfer:_Making._send", lambda send, making, piece, box, target, first, end:
+                  send(making, piece, box, max(0, target - 1), first, end))),
+    Fault("a box is sent without its last row", "transfers", "column",
+          instead("layout.transfer:meeting", layouts.met_short)),
+    Fault("the last piece of a box is not sent", "transfers", "row",
+          instead("layout.transfer:_Making.add", lambda add, making, pieces, receivers:
+                  add(making, pieces[:-1] if len(pieces) > 1 else pieces, receivers))),
+    Fault("a box is sent twice", "transfers", "replicated",
+          instead("layout.transfer:_Making.add", lambda add, making, pieces, receivers:
+                  (add(making, pieces, receivers), add(making, pieces[-1:], receivers)))),
+    Fault("only the first rank of a host gets what all of its ranks keep", "transfers", "replicated",
+          instead("layout.transfer:_Making.route", lambda route, making:
+                  replace(route(making), relayed=()))),
+    Fault("a rank sends what another one has", "transfers", "merged",
+          instead("layout.transfer:_Making._send", layouts.sent_by_next)),
+    Fault("a part of a box is not gathered", "transfers", "column",
+          instead("layout.transfer:_Making.route", lambda route, making:
+                  replace(made := route(making), gathered=made.gathered[1:]))),
+    Fault("an expert's neighbour is sent", "transfers", "experts",
+          instead("layout.transfer:_Making._send", lambda send, making, piece, box, target, first, end:
+                  send(making, piece, box, target, first, max(first + 1, end - 1)))),
+    Fault("what is left of a row before a range is not cut out", "transfers", "layouts",
+          instead("layout.views:_ranges", layouts.whole_rows)),
+    Fault("a part is written at the start of its box", "transfers", "column",
+          instead("layout.views:within", lambda within, *arguments:
+                  replace(within(*arguments), offset=0))),
     # What is made of weights as they arrive
     Fault("a weight's scales go to another slot", "sharding_equivalent", "quantized while loading",
           instead("parameters:BasevLLMParameter.region", lambda region, parameter, slot:

@@ -68,3 +68,26 @@ def without_order(
 ) -> Iterator[HeldBox]:
     """Take every tensor to be stored in the parameter's order."""
     return right(piece._replace(order=None), *arguments)
+
+
+def met_short(right: Callable[..., Any], one: Any, other: Any) -> Any:
+    """Return what two boxes have in common, one row late where it ends before the second one."""
+    box = right(one, other)
+    if box is None or len(box[1]) < 1 or box[1][0] < 2:
+        return box
+    start, size = box
+    ends = start[0] + size[0] == one[0][0] + one[1][0] < other[0][0] + other[1][0]
+    return ((max(0, start[0] - 1), *start[1:]), size) if ends else box
+
+
+def sent_by_next(right: Callable[..., None], making: Any, piece: Any, *arguments: Any) -> None:
+    """Let the rank after the one that holds a piece send it."""
+    ranks = making._routing.source.ranks
+    after = tuple(each._replace(rank=(each.rank + 1) % ranks) for each in piece.holders)
+    right(making, piece._replace(holders=after), *arguments)
+
+
+def whole_rows(right: Callable[..., Iterator[Any]], start: int, size: int, dims: Any) -> Any:
+    """Yield a range as whole rows from its start, where it has several dimensions."""
+    for begin, count in right(start, size, dims):
+        yield (*begin[:-1], max(0, begin[-1] - 1)) if len(begin) > 1 else begin, count

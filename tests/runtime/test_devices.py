@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from vllm_module import DeviceConfig, LoadConfig
 from vllm_module.config import EngineConfig
@@ -19,8 +20,8 @@ from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.devices import own_device
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.ranks import connections
 from vllm_module.runtime.ranks import executor as executors
-from vllm_module.runtime.ranks import group as rank_module
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.scheduler import Scheduler
@@ -196,27 +197,35 @@ def test_every_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, cud
     noted: list[tuple[str, torch.device, int]] = []
 
     class Recorded:
-        def __init__(self, source: Any, load: Any, device_config: Any, config: Any) -> None:
+        def __init__(
+            self, source: Any, load: Any, device_config: Any, config: Any, connections: Any
+        ) -> None:
             noted.append(("make", device_config.torch_device, cuda.current_device()))
 
         def follow(self) -> None:
             noted.append(("follow", torch.device("cuda"), cuda.current_device()))
 
-    def initialize(*_: object, **__: object) -> None:
-        noted.append(("join", torch.device("cuda"), cuda.current_device()))
+    def initialize(_: object, rank: int, size: int, device: torch.device, __: object) -> None:
+        assert (rank, size) == (2, 3)
+        noted.append(("join", device, cuda.current_device()))
 
     monkeypatch.setattr(executors, "Executor", Recorded)
-    monkeypatch.setattr(executors, "meeting_place", lambda *_: None)
-    monkeypatch.setattr(rank_module.dist, "init_process_group", initialize)
+    monkeypatch.setattr(executors, "meeting_place", lambda *_: HashStore())
+    monkeypatch.setattr(connections, "private_group", initialize)
     threads = torch.get_num_threads()
     given: Any = None, LoadConfig(), DeviceConfig(device="cuda"), EngineConfig()
     executors._serve(2, 3, 0, threads, *given)
     assert [(name, current) for name, _, current in noted] == [
         ("join", 2),
+        ("join", 2),
         ("make", 2),
         ("follow", 2),
     ]
-    assert noted[1][1] == torch.device("cuda:2")
+    assert [device for _, device, _ in noted[:3]] == [
+        torch.device("cuda:2"),
+        torch.device("cpu"),
+        torch.device("cuda:2"),
+    ]
     assert cuda.current_device() == 0
     assert own_device(torch.device("cuda"), 1) == torch.device("cuda:1")
     assert own_device(torch.device("cpu"), 1) == torch.device("cpu")
@@ -227,7 +236,7 @@ def test_every_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, cud
 class Aborted:
     """Ranks of two, whose collectives are aborted while the first waits for a result."""
 
-    rank, size, group, ended = 0, 2, None, False
+    rank, size, group, ended, is_led = 0, 2, None, False, True
     device = torch.device("cuda:0")
 
     def __init__(self, *_: object) -> None:
@@ -309,37 +318,30 @@ def test_a_wait_that_outlasts_the_engine_says_how_it_ended(
     assert getattr(caught.value, "ranks", ()) == (() if how == "closed" else (1,))
 
 
-@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "gloo"])
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("failed", [False, True])
-def test_an_engine_aborts_before_it_destroys(
-    monkeypatch: pytest.MonkeyPatch, backends: str, started: bool, failed: bool
-) -> None:
-    """Of collectives on a device, destroying a group would wait for the rank that hangs or ends.
+def test_an_engine_aborts_before_it_shuts_down(device: str, started: bool, failed: bool) -> None:
+    """Of collectives on a device, shutting down would wait for the rank that hangs or ends.
 
     Ranks that were started here are killed, maybe in the middle of a step that is launched.
     """
     done: list[str] = []
-    world = SimpleNamespace(abort=lambda: done.append("abort"))
-    stand_in = SimpleNamespace(
-        group=SimpleNamespace(WORLD=world),
-        is_initialized=lambda: True,
-        get_backend_config=lambda group: backends,
-        destroy_process_group=lambda *group: done.append("destroy"),
-        DistError=RuntimeError,
+    group: Any = SimpleNamespace(
+        abort=lambda: done.append("abort"),
+        shutdown=lambda: done.append("shutdown"),
+        _device_types=[],
     )
-    ranks = Ranks(1, torch.device("cpu"), lambda: None, tuple)
-    monkeypatch.setattr(rank_module, "dist", stand_in)
-    ranks._owns_world = True
+    ranks = Ranks(EngineConfig(), torch.device("cpu"), lambda: None, tuple)
+    ranks.device, ranks.group, ranks._owns_groups = torch.device(device), group, True
     if started:
         processes: Any = SimpleNamespace(end=lambda: done.append("end"))
         ranks._processes = processes
-        monkeypatch.setattr(rank_module, "_leads_world", True)
     if failed:
         ranks.part(ValueError("a step failed"))
     ranks.close()
-    aborts = (failed or started) and "nccl" in backends
-    assert done == ["abort"] * aborts + ["end"] * started + ["destroy"]
+    aborts = (failed or started) and device != "cpu"
+    assert done == ["abort"] * aborts + ["end"] * started + ["shutdown"]
     assert ranks.aborted == aborts
 
 

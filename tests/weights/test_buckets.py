@@ -470,7 +470,7 @@ def break_off(directory: Path, name: str, number: int) -> None:
     # A shell has its background jobs ignore SIGINT, and what they start inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     event = directory / f"{name}.event"
-    gather = dist.all_gather_object
+    gather = buckets.gather_objects
 
     def happen(what: signal.Signals) -> None:
         if what == signal.SIGKILL:
@@ -478,9 +478,9 @@ def break_off(directory: Path, name: str, number: int) -> None:
         os.kill(os.getpid(), what)
         event.touch()
 
-    def interrupted(*arguments: Any, **keywords: Any) -> None:
+    def interrupted(*arguments: Any) -> list[Any]:
         threading.Thread(target=happen, args=[signal.SIGINT]).start()
-        gather(*arguments, **keywords)
+        return gather(*arguments)
 
     def pairs_and_end() -> Iterator[tuple[str, torch.Tensor]]:
         yield from PAIRS.items()
@@ -498,7 +498,7 @@ def break_off(directory: Path, name: str, number: int) -> None:
                     if number == 1 and name == "receiver killed":
                         happen(signal.SIGKILL)
                     if number == 1 and name == "receiver interrupted" and tensor_name == "t2":
-                        dist.all_gather_object = interrupted
+                        buckets.gather_objects = interrupted  # type: ignore[attr-defined]
     except BaseException as error:
         write(directory / f"{name}.{number}", {}, error)
 

@@ -7,10 +7,11 @@ wants out of the buffers.
 
 ``wants.py`` has what a plan will read, and what ranks tell each other of it,
 ``batches.py`` the layout, ``reader.py`` the reader, ``reading.py`` how ranks open it together, and
-``choice.py`` whether it is worth it.
+``choice.py`` whether it is worth it. ``moving.py`` sends weights from ranks to ranks by a plan.
 """
 
 from vllm_module.cooperative.choice import chosen
+from vllm_module.cooperative.moving import receive_boxes, send_boxes
 from vllm_module.cooperative.reading import Cooperation
 
-__all__ = ["Cooperation", "chosen"]
+__all__ = ["Cooperation", "chosen", "receive_boxes", "send_boxes"]

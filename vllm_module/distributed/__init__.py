@@ -10,6 +10,7 @@ from vllm_module.distributed.groups import (
     expert_parallel_group,
     message_group,
     run_ranks,
+    surrounding_group,
     tensor_parallel,
     tensor_parallel_group,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "failure_of_others",
     "message_group",
     "run_ranks",
+    "surrounding_group",
     "tensor_parallel",
     "tensor_parallel_group",
     "together",

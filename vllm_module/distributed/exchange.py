@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from vllm_module.base import waiting
 from vllm_module.base.messages import describe_error
+from vllm_module.base.process_groups import rank_and_size, rank_in_world, sends_between_cpus
 from vllm_module.errors import RankError
 
 _log = logging.getLogger(__name__)
@@ -57,15 +58,15 @@ def together(
         Exception: the exception of ``work`` on this rank.
 
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = rank_and_size(group)
     if rank < 0:
         raise ValueError("this process is not a rank of the given process group")
     if size == 1:
         return [work()]
-    if "cpu" not in (backends := dist.get_backend_config(group)):
+    if not sends_between_cpus(group):
         raise ValueError(
-            f"the process group ({backends}) cannot carry messages between CPUs, by which its "
-            "ranks exchange their outcomes: initialize it with "
+            f"the process group ({dist.get_backend_config(group)}) cannot carry messages between "
+            "CPUs, by which its ranks exchange their outcomes: initialize it with "
             "torch.distributed.init_process_group() or init_process_group('cpu:gloo,cuda:nccl')"
         )
     refusal: Exception | None = None
@@ -363,9 +364,7 @@ class _Exchange:
         return str(self.error(failures)) if failures else ""
 
     def _name(self, rank: int) -> str:
-        name = f"rank {rank} of {self.size}"
-        if self._group is not None and self.size < dist.get_world_size():
-            name += f" (rank {dist.get_global_rank(self._group, rank)} of the world)"
+        name = f"rank {rank} of {self.size}{rank_in_world(self._group, rank)}"
         return name + (" (this one)" if rank == self.rank else "")
 
     def _hear(self, count: int, timeout: float, late: str) -> dict[int, str]:

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from vllm_module.base.process_groups import rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import finish
 
 T = TypeVar("T")
@@ -43,8 +44,7 @@ class ProcessGroup:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = rank_and_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a rank of the given process group")
 
@@ -163,12 +163,17 @@ def tensor_parallel_group() -> TensorParallelGroup:
     It is the group of the surrounding :func:`tensor_parallel`, else the initialized process group
     of torch.distributed, else a single rank.
     """
-    group = _group.get()
+    group = surrounding_group()
     if group is not None:
         return group
     if dist.is_available() and dist.is_initialized():
         return ProcessGroup()
     return SimulatedGroup(0, 1)
+
+
+def surrounding_group() -> TensorParallelGroup | None:
+    """Return the group of the surrounding :func:`tensor_parallel`; ``None`` outside of one."""
+    return _group.get()
 
 
 @contextmanager
@@ -259,7 +264,7 @@ def message_group(timeout: float) -> Iterator[ProcessGroup | None]:
         yield None
         return
     is_world = group.group in (None, dist.group.WORLD)
-    if not is_world or "cpu" in dist.get_backend_config(group.group):
+    if not is_world or sends_between_cpus(group.group):
         yield group
         return
     # Only for the world, because all of its processes must take part in creating a group.

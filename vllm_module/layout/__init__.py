@@ -11,18 +11,25 @@ from vllm_module.layout.layout import (
     StoredTensorLayout,
 )
 from vllm_module.layout.layout_file import parse_layout, read_layout
+from vllm_module.layout.shards import layout_of_shards, rows
 from vllm_module.layout.strided import Strided
+from vllm_module.layout.transfer import Hop, Route, TransferPlan
 
 __all__ = [
     "HeldBox",
     "HeldParameter",
+    "Hop",
     "Layout",
     "Made",
     "Owner",
     "Partition",
     "RankBoxes",
+    "Route",
     "StoredTensorLayout",
     "Strided",
+    "TransferPlan",
+    "layout_of_shards",
     "parse_layout",
     "read_layout",
+    "rows",
 ]

@@ -26,7 +26,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disable_custom_all_reduce": (...,),
     "disable_log_stats": (...,),
     "disable_sliding_window": (False,),
-    "distributed_executor_backend": ("mp", "uni"),
     "enable_chunked_prefill": (True,),
     "enable_eplb": (False,),
     "enable_lora": (False,),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from vllm_module.base.summary import Summarized, mebibytes
 from vllm_module.config import (
@@ -88,7 +89,9 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
     A ``tensor_parallel_size`` above 1 starts more processes on this host. They end with
     :meth:`close`, with the ``with`` block, or with this process. Under torchrun, its processes are
     the ranks: rank 0 returns from the constructor, and the others run the model inside it until
-    rank 0 closes the engine, then exit. Threads may share an ``LLM``; their requests are batched.
+    rank 0 closes the engine, then exit, or go on if the program has initialized a process group.
+    A ``tensor_parallel_size`` of 1, or a ``distributed_executor_backend``, asks for something else.
+    Threads may share an ``LLM``; their requests are batched.
 
     Attributes:
         source: the :class:`~vllm_module.build.model_source.ModelSource`: folder, configuration,
@@ -175,7 +178,7 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
         self._templates = TemplateProcess()
         self._max_logprobs = max_logprobs
         self._trusts_code = trust_remote_code
-        self._seeds = None if seed is None else random.Random(seed)
+        self._seeds = random.Random(seed)
         model_config = ModelConfig(**entries)
         config = EngineConfig(**engine)
         text_folder: Path | None = None
@@ -188,9 +191,12 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
         if load_format is not None:
             loading = LoadConfig(**{**loading.model_dump(), "load_format": load_format})
         self.executor = Executor(model_config, loading, DeviceConfig(device=device), config)
-        if self.executor.rank > 0:
+        if not self.executor.leads:
             self.executor.follow()
-            raise SystemExit(0)
+            if not dist.is_initialized():
+                raise SystemExit(0)
+        if seed is None:
+            self._seeds = random.Random(self.executor.of_first(random.getrandbits(64)))
         try:
             self.source = self.executor.worker.source
             self._read_tokenizer(text_folder or self.source.folder, chat_template)
@@ -245,7 +251,8 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
         length = hf_config.max_model_len or MAX_MODEL_LEN
         worker, size = self.executor.worker, config.block_size
         on_gpu = worker.device.type == "cuda"
-        pages, host_pages = (0, 0) if worker.is_encoder else self.executor.start(length)
+        unused = worker.is_encoder or not self.executor.leads
+        pages, host_pages = (0, 0) if unused else self.executor.start(length)
         scheduler = Scheduler(
             PagePool(pages, size),
             PagePool(host_pages, size),

@@ -48,7 +48,7 @@ class TextMethods:
     _templates: TemplateProcess
     _defaults: SamplingParams
     _max_logprobs: int
-    _seeds: random.Random | None
+    _seeds: random.Random
     _ids: Iterator[int]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -363,7 +363,7 @@ class TextMethods:
                     f"{most} logprobs are more than max_logprobs={self._max_logprobs}: ask for "
                     "fewer, or give LLM(max_logprobs=-1)"
                 )
-            if self._seeds is not None and params.seed is None:
+            if params.seed is None:
                 params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
             salt = cache_salt(prompt)
             return self.engine.add(

@@ -12,10 +12,12 @@ from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.core.digests import ModelDigest, digest_of, source_digests
 from vllm_module.core.report import fold
 from vllm_module.errors import ModelNotReadyError, WeightReadError
+from vllm_module.layout import Layout
 from vllm_module.runtime.arguments import known_arguments
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.weights import Weight
+from vllm_module.weights.region import Region
 
 _T = TypeVar("_T")
 
@@ -197,6 +199,13 @@ class WeightMethods:
         """
         with self.engine.alone():
             return self._digest()
+
+    def layout(self) -> Layout:
+        """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan."""
+        model = self.executor.worker.model
+        regions = {name: Region.of(name, each) for name, each in model.expected_weights().items()}
+        with self.engine.alone():
+            return model.plan_weights(regions).layout(self.executor.size)
 
     def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -52,8 +52,9 @@ from vllm_module.testing.strategies import (
     tp_sizes,
     vocabularies,
 )
+from vllm_module.testing.transfers import assert_transfers
 
-# In the order of the laws, 1 to 11.
+# In the order of the laws, 1 to 12.
 LAWS: tuple[Law, ...] = (
     assert_accounting_exact,
     assert_order_independent,
@@ -66,6 +67,7 @@ LAWS: tuple[Law, ...] = (
     assert_reload_in_place,
     assert_cost_linear,
     assert_laid_out,
+    assert_transfers,
 )
 
 __all__ = [
@@ -85,6 +87,7 @@ __all__ = [
     "assert_reload_in_place",
     "assert_routed_exactly",
     "assert_sharding_equivalent",
+    "assert_transfers",
     "checkpoint_forms",
     "dim_layouts",
     "dtypes",

@@ -154,11 +154,15 @@ class Case:
                 reject()
             return world
         drawn = self.draw(tp_sizes(), "tensor-parallel size")
-        size = next(size for size in range(drawn, 0, -1) if self._accepts(size))
+        size = self.accepted(drawn)
         self.sizes = drawn, size
         if size != drawn:
             note(f"the module refuses {drawn} ranks and accepts {size}")
         return size
+
+    def accepted(self, drawn: int) -> int:
+        """Return the largest number of ranks up to ``drawn`` that the module accepts."""
+        return next(size for size in range(drawn, 0, -1) if self._accepts(size))
 
     @cached_property
     def rank(self) -> int:

@@ -111,14 +111,15 @@ def _assert_owners(case: Case, layout: Layout) -> None:
         expected = [
             rank
             for ranks, box in layout.held_by(entry, expert)
-            if bool((_boxed(numbers, entry.shape, box.view, box.start, box.size) == element).any())
+            if bool((boxed(numbers, entry.shape, box.view, box.start, box.size) == element).any())
             for rank in ranks
         ]
         owners = [owner.rank for owner in layout.owners(name, index)]
         assert owners == sorted(expected), f"{name}: ranks {owners} own element {index}"
 
 
-def _boxed(stored: torch.Tensor, shape: Any, view: Any, start: Any, size: Any) -> torch.Tensor:
+def boxed(stored: torch.Tensor, shape: Any, view: Any, start: Any, size: Any) -> torch.Tensor:
+    """Return a box of a tensor, which counts in ``view``."""
     viewed = stored.reshape(view or shape)
     for dim, (first, count) in enumerate(zip(start, size, strict=True)):
         viewed = viewed.narrow(dim, first, count)
@@ -151,9 +152,7 @@ def cut_by(layout: dict[str, Any], tensors: Tensors, rank: int) -> Tensors:
                 if rank not in held["ranks"] or not 0 <= expert - begin < number:
                     continue
                 for box in held["boxes"]:
-                    part = _boxed(
-                        stored, entry["shape"], box.get("view"), box["start"], box["size"]
-                    )
+                    part = boxed(stored, entry["shape"], box.get("view"), box["start"], box["size"])
                     place = box["held"]
                     offset = place["offset"] + (expert - begin) * place.get("step", 0)
                     region = parameters[path].as_strided(place["shape"], place["strides"], offset)

@@ -12,16 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
+from vllm_module.base.process_groups import (
+    gather_objects,
+    rank_and_size,
+    rank_in_world,
+    sends_between_cpus,
+)
 from vllm_module.base.waiting import at_most, interruptibly
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.weights.handle import Weight, read_into
+
+_T = TypeVar("_T")
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
 _LAST_WORDS = 5.0  # seconds that an interrupted rank waits for the others, to tell them
@@ -116,6 +124,12 @@ def receive_weights(
         transfer.meet(failure=None if transfer.ended else early)
 
 
+def _broadcast(memory: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:
+    work = dist.broadcast(memory, group=group, group_src=source, async_op=True)
+    assert work is not None
+    work.wait()
+
+
 class _Entry(NamedTuple):
     """The place of a tensor in the bucket, with its name, dtype and shape, and digest if wanted."""
 
@@ -149,10 +163,10 @@ class _Transfer:
     def __init__(
         self, src: int | None, group: dist.ProcessGroup | None, device: torch.device | str | None
     ) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = rank_and_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a rank of the group that weights are sent in")
-        if device is None and "cpu" in dist.get_backend_config(group):
+        if device is None and sends_between_cpus(group):
             device = "cpu"
         elif device is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -181,10 +195,9 @@ class _Transfer:
 
     def meet(self, failure: str | None = None, coming: _Coming | None = None) -> _Coming | None:
         """Exchange the ranks' statuses; return the next bucket, or raise what failed."""
-        statuses: list[Any] = [None] * self.size
         status = _Status(self.src, self.device.type, failure, coming)
         with self._collective():
-            self._wait(partial(dist.all_gather_object, statuses, status, group=self.group))
+            statuses: list[Any] = self._wait(partial(gather_objects, status, self.group))
         self.failure = self._verdict(statuses)
         if self.failure is not None:
             self.over = True
@@ -202,7 +215,7 @@ class _Transfer:
         if coming.nbytes:
             with self._collective():
                 bucket, source = self.memory[: coming.nbytes], self.sender
-                self._wait(partial(dist.broadcast, bucket, group=self.group, group_src=source))
+                self._wait(partial(_broadcast, bucket, self.group, source))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         while (coming := self.meet()) is not None:
@@ -315,12 +328,9 @@ class _Transfer:
             raise self.failure from error
         self.over = False
 
-    def _wait(self, collective: Callable[[], object]) -> None:
+    def _wait(self, collective: Callable[[], _T]) -> _T:
         """Run a collective so that Ctrl-C ends it, where it waits in this thread."""
-        if self.device.type == "cpu":
-            interruptibly(collective)
-        else:
-            collective()
+        return interruptibly(collective) if self.device.type == "cpu" else collective()
 
     def _cut_off(self) -> None:
         """Close this rank's connections, so that others do not wait for it until their timeout.
@@ -363,7 +373,5 @@ class _Transfer:
         return RankError(f"{message}\n{_AGAIN}", failures, recoverable=True)
 
     def _name(self, rank: int) -> str:
-        name = f"rank {rank} of {self.size}"
-        if self.group is not None and self.size < dist.get_world_size():
-            name += f" (rank {dist.get_global_rank(self.group, rank)} of the world)"
+        name = f"rank {rank} of {self.size}{rank_in_world(self.group, rank)}"
         return name + (" (this one)" if rank == self.rank else "")

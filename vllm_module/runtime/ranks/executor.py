@@ -22,7 +22,8 @@ from vllm_module.kernels.matmul.linear import Products, fastest_products, produc
 from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.runtime.devices import as_called, current, own_device
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
-from vllm_module.runtime.ranks.group import Ranks, join, meeting_place
+from vllm_module.runtime.ranks.connections import Connections, connect, meeting_place
+from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.worker import Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import Weight, receive_weights, send_weights
@@ -32,8 +33,9 @@ class Executor:
     """Loads a model on every rank and runs each method on every rank.
 
     With a ``tensor_parallel_size`` of more than one, it starts the other ranks as processes, which
-    end with this one. In a process group, as under torchrun, every rank makes an executor: rank 0
-    calls the methods, and the others :meth:`follow`.
+    end with this one. Under torchrun, or in a group of ``tensor_parallel``, every rank makes an
+    executor: rank 0 calls the methods, and the others :meth:`follow`. With the backend
+    ``external_launcher`` every rank makes the same calls.
 
     If another rank fails or ends, any method closes the executor and raises ``RankError``, which
     names the rank and the failure.
@@ -42,6 +44,7 @@ class Executor:
         model: the model to load, or its source if that was already found.
         load_config, device_config: as for :func:`~vllm_module.build.loader.get_model`.
         config: settings of the engine.
+        connections: those to the other ranks, if they exist.
 
     Attributes:
         rank, size: this process's rank, and the number of ranks.
@@ -62,6 +65,7 @@ class Executor:
         load_config: LoadConfig,
         device_config: DeviceConfig,
         config: EngineConfig,
+        connections: Connections | None = None,
     ) -> None:
         self._timeout = load_config.timeout
         self._step_timeout = config.step_timeout
@@ -86,14 +90,14 @@ class Executor:
                 "cuda or auto"
             )
         with at_most(self._timeout):
-            self._ranks = Ranks(size, device, _serve, arguments)
+            self._ranks = Ranks(config, device, _serve, arguments, connections)
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self._end = weakref.finalize(self, self._ranks.close)
         device_config = DeviceConfig(device=str(self._ranks.device))
         if self.rank:
             load_config = load_config.model_copy(update={"show_progress": False})
         group = self._ranks.group
-        place: Any = {"group": group} if group else {"rank": 0, "size": 1}
+        place: Any = {"rank": 0, "size": 1} if group is None else {"group": group}
         with self._or_end(), tensor_parallel(**place), current(self._ranks.device):
             self.worker = Worker(model, load_config, device_config, config)
         # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
@@ -105,6 +109,7 @@ class Executor:
             layers = self.worker.model.modules()
             if any(isinstance(each, QuantizableLayer) and each.is_quantized for each in layers):
                 self.products = self.products._replace(codes=fastest_code_rows(threads))
+        self.products = self.of_first(self.products)
 
     def start(self, max_model_len: int) -> tuple[int, int]:
         """Allocate the cache: on every rank as many pages as fit on the rank with the least memory.
@@ -140,6 +145,8 @@ class Executor:
             raise ModelNotReadyError(self.refusal)
         with self._or_end(self._step_timeout), products(self.products):
             self._tell("run", inputs, self.products)
+            if self.rank:  # the ranks' tokens are added up
+                sampled = None
             result: torch.Tensor = self._do("run", inputs, sampled)
         return result
 
@@ -188,12 +195,14 @@ class Executor:
             # Other ranks get the weights one by one, and write each before the next one arrives.
             if self.size > 1 and isinstance(weights, Collection):
                 self.check()
-                self._do("check_update", weights, whole=whole)
+                self._each("check_update", weights, whole)
             with self._or_end(self._timeout):
                 self._tell("update_weights", whole)
             take = partial(self._do, "update_weights", whole=whole)
             if self.size == 1:
                 take(weights)
+            elif not self._ranks.is_led:
+                self._each("update_weights", weights, whole)
             else:
                 with self._or_end(self._timeout, unless_refused=True):
                     send_weights(weights, group=self._ranks.control, also=take)
@@ -272,12 +281,28 @@ class Executor:
 
     def follow(self) -> None:
         """Carry out rank 0's messages until it closes its executor, then close this one."""
-        if self.rank == 0:
+        if self.leads:
             raise RuntimeError("rank 0 leads: only the other ranks follow")
         with self._or_end():
             while (message := self._ranks.hear())[0] != "close":
                 self._obey(*message)
+        self._closed = (
+            "rank 0 closed it, until when this rank ran the model in the constructor. For an "
+            "engine that each process calls, give distributed_executor_backend='external_launcher'"
+        )
         self.close()
+
+    @property
+    def leads(self) -> bool:
+        """False on a rank that has to :meth:`follow`."""
+        return self.rank == 0 or not self._ranks.is_led
+
+    def of_first(self, value: Any) -> Any:
+        """Return rank 0's ``value``, if every rank makes this call; else this rank's."""
+        if self.size == 1 or self._ranks.is_led:
+            return value
+        with self._or_end(self._timeout):
+            return together(lambda: value, timeout=self._timeout, group=self._ranks.control)[0]
 
     def close(self) -> None:
         """Free the cache, and end the other ranks' processes, or their :meth:`follow`."""
@@ -299,6 +324,14 @@ class Executor:
             return [self._do(name, *arguments)]
         with self._or_end(unless_refused=True):
             return self._together(name, arguments)
+
+    def _each(self, name: str, *arguments: Any) -> None:
+        """Call a method of this rank's worker; of every rank's, if every rank makes this call."""
+        if self._ranks.is_led:
+            self._do(name, *arguments)
+            return
+        with self._or_end(unless_refused=True):
+            self._together(name, arguments)
 
     def _together(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Run this rank's part of :meth:`_everywhere`; a worker's error does not end its rank."""
@@ -325,9 +358,9 @@ class Executor:
 
     def _tell(self, name: str, *arguments: Any) -> None:
         self.check()
-        if self.rank:
+        if not self.leads:
             raise RuntimeError(f"rank {self.rank} follows: call this method on rank 0")
-        if self.size > 1:
+        if self.size > 1 and self._ranks.is_led:
             self._ranks.tell((name, arguments))
 
     @contextmanager
@@ -397,7 +430,9 @@ def _serve(
 ) -> None:
     """Run a rank that an executor started."""
     device = own_device(device_config.torch_device, rank)
-    join(rank, size, meeting_place(size, port), device, threads)
+    torch.set_num_threads(threads)
+    connections = connect(meeting_place(size, port), rank, size, device)
+    device_config = DeviceConfig(device=str(device))
     # Rank 0 raises these errors too; printing them here would repeat them.
     with suppress(WeightLoadError, RankError), current(device):
-        Executor(source, load_config, DeviceConfig(device=str(device)), config).follow()
+        Executor(source, load_config, device_config, config, connections).follow()

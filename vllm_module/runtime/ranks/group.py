@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import pickle
@@ -11,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +17,20 @@ import torch.distributed as dist
 
 from vllm_module.base import waiting
 from vllm_module.base.messages import describe_error
-from vllm_module.base.waiting import WaitLimitError, at_most, finish, interruptibly, uninterrupted
-from vllm_module.distributed import ProcessGroup, SimulatedGroup, tensor_parallel_group
+from vllm_module.base.process_groups import rank_and_size, sends_between_cpus
+from vllm_module.base.waiting import WaitLimitError, at_most, finish, uninterrupted
+from vllm_module.config import EngineConfig
+from vllm_module.distributed import ProcessGroup, surrounding_group
 from vllm_module.errors import RankError
-from vllm_module.runtime.devices import current, own_device
+from vllm_module.runtime.devices import own_device
+from vllm_module.runtime.ranks.connections import (
+    Connections,
+    connect,
+    connect_in_world,
+    meeting_place,
+    processes_of_world,
+    world,
+)
 from vllm_module.runtime.ranks.processes import Processes
 
 _log = logging.getLogger(__name__)
@@ -36,20 +44,18 @@ _GRACE = 1.0  # seconds to wait for the exit code of a process that has ended
 _RANKS_PER_CPU = 8  # limit on ranks per CPU core; tests start many
 _LEAST_LIMIT = 64  # number of ranks always allowed on a CPU, however few cores it has
 _END = 10.0  # seconds in which the other started processes end after one of them has
-_FOREVER = timedelta(days=365)  # timeout of a wait: an engine may wait for requests for any time
 
-_stores: Any = dist  # torch.distributed has the stores; its type hints lack them
-_joined = itertools.count()
-_leads_world = False  # True if torch's default group was started here
+# Engines that started ranks, and torch's number of threads, which is the process's, before them.
+_sharing: list[int] = [0, 0]
 
 
 class Ranks:
     """The processes of an engine: rank 0 sends messages, and the others carry them out.
 
-    Under torchrun, this process joins the world unless it already has; the engine's ranks are those
-    of the world, or of a surrounding ``tensor_parallel(group=...)``. Otherwise this process is rank
-    0 and starts the others: they call ``work(rank, size, port, threads, *arguments())``, which
-    calls :func:`join`.
+    With ``connections`` this process is one of the ranks. Otherwise they are those of a surrounding
+    ``tensor_parallel(group=...)``, or processes of the world (:func:`processes_of_world`), or this
+    process is rank 0 and starts the others: they call ``work(rank, size, port, threads,
+    *arguments())``, which calls :func:`connect`. No engine uses torch's default group.
 
     Attributes:
         rank, size: this rank, and the size of ``group``, the tensor-parallel group of
@@ -57,53 +63,92 @@ class Ranks:
         control: a group that carries messages between CPUs and has no timeout.
         device: this rank's device; for CUDA, with its index.
         aborted: True if collectives on devices were aborted, so that their results are wrong.
+        is_led: True if rank 0 sends messages; False if every rank is called alike.
 
     Raises:
-        ValueError: there are fewer devices than ranks, far more ranks than CPUs, or ``size`` is
-            not that of the group.
+        ValueError: there are fewer devices than ranks, far more ranks than CPUs, or the number of
+            ranks is not that of the group or the world.
         RankError: a rank that this process started has ended.
 
     """
 
     def __init__(
         self,
-        size: int,
+        config: EngineConfig,
         device: torch.device,
         work: Callable[..., None],
         arguments: Callable[[], tuple[Any, ...]],
+        connections: Connections | None = None,
     ) -> None:
         self.rank, self.size, self.device = 0, 1, device
         self.aborted = False
+        self.is_led = True
         self.group: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
-        self._pid, self._threads = os.getpid(), torch.get_num_threads()
+        self._pid = os.getpid()
         self._processes: Processes | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
-        self._owns_world = self._owns_control = self._parted = False
+        self._owns_groups = self._parted = self._shares_cores = False
         try:
-            if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                self.device = own_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-                store, rank, world = interruptibly(lambda: next(_stores.rendezvous("env://")))
-                # The store may still hold the keys of another engine.
-                store = _stores.PrefixStore(f"engine {next(_joined)}", store)
-                self._owns_world = True  # set before joining, which may be interrupted
-                _init(rank, world, store, self.device)
-            present = tensor_parallel_group()
-            if _leads_world and isinstance(present, ProcessGroup):
-                present = SimulatedGroup(0, 1)  # the world belongs to another engine
-            if present.size == 1 and size > 1:
-                self._start(size, work, arguments)
-                present = ProcessGroup()
-            if present.size > 1:
-                self._join(present, size)
+            if connections is None:
+                self._meet(config, work, arguments)
             else:
-                self.device = own_device(device)
+                self._join(*connections)
         except BaseException as error:
             raised = self._hung(error) if isinstance(error, WaitLimitError) else error
             self.close()
             if raised is error:
                 raise
             raise raised from error
+
+    def _meet(
+        self,
+        config: EngineConfig,
+        work: Callable[..., None],
+        arguments: Callable[[], tuple[Any, ...]],
+    ) -> None:
+        """Join the ranks that are processes already, or start them."""
+        backend, size = config.distributed_executor_backend, config.tensor_parallel_size
+        asked = "tensor_parallel_size" in config.model_fields_set
+        present = surrounding_group() if backend is None else None
+        local = int(os.environ.get("LOCAL_RANK", str(world()[0])))
+        if present is not None and present.size > 1:
+            if not isinstance(present, ProcessGroup) or present.group is None:
+                raise ValueError(
+                    f"an engine's ranks are processes, but rank {present.rank} of {present.size} "
+                    "is simulated: leave tensor_parallel(rank=..., size=...) out"
+                )
+            if asked and size != present.size:
+                raise ValueError(
+                    f"tensor_parallel_size is {size}, and the process group has {present.size} "
+                    f"ranks: leave it out, or start {size}"
+                )
+            if not sends_between_cpus(present.group):
+                raise ValueError(
+                    f"the process group ({dist.get_backend_config(present.group)}) cannot carry "
+                    "messages between CPUs: make it with "
+                    "torch.distributed.new_group(backend='cpu:gloo,cuda:nccl')"
+                )
+            self.device = own_device(self.device, local)
+            # Creating another group would need all processes of the world.
+            self._join(present.group, present.group)
+        elif present is None and (ranks := processes_of_world(config)) is not None:
+            if backend is None and not asked and local == 0:
+                _log.warning(
+                    "the %d processes that were launched are the ranks of this engine: rank 0 "
+                    "returns from the constructor, and the others run the model in theirs until "
+                    "rank 0 closes the engine. tensor_parallel_size=1 or "
+                    "distributed_executor_backend asks for other engines",
+                    len(ranks),
+                )
+            self.device = own_device(self.device, local)
+            self.is_led, self._owns_groups = backend is None, True
+            self._join(*connect_in_world(ranks, self.device))
+        elif size > 1:
+            self._start(size, work, arguments)
+        else:
+            launched = backend == "external_launcher"
+            self.device = own_device(self.device, local if launched else None)
 
     def tell(self, message: object) -> None:
         """Pickle ``message`` and send it to all other ranks, which receive it by :meth:`hear`."""
@@ -160,8 +205,11 @@ class Ranks:
                 return RankError("\n".join(lines), words)
             if isinstance(error, RankError):
                 return error
-        how = "; ".join(codes) or "another rank ended, or hangs"
-        return RankError(f"{how}: see what it printed. torch raised {describe_error(error)}")
+        others = [rank for rank in range(self.size) if rank != self.rank] if self.size == 2 else []
+        name = f"rank {others[0]}" if others else "another rank"
+        how = "; ".join(codes) or f"{name} ended, or hangs"
+        how += f": see what it printed. torch raised {describe_error(error)}"
+        return RankError(how, others)
 
     def _hung(self, error: BaseException) -> RankError:
         """Return an error that names the ranks that did not answer in time."""
@@ -190,14 +238,11 @@ class Ranks:
             self._close()
 
     def _close(self) -> None:
-        global _leads_world
         if self._parted or self._processes is not None:
-            self._abort()  # else destroying the group would wait for the others
+            self._abort()  # else shutting the group down would wait for the others
         if self._processes is not None:
             self._processes.end()
-            torch.set_num_threads(self._threads)
-            _leads_world = False
-        elif self.control is not None and not self.rank and not self._parted:
+        elif self.control is not None and self.is_led and not self.rank and not self._parted:
             try:
                 with at_most(_EVIDENCE):
                     self.tell(("close", ()))
@@ -206,12 +251,14 @@ class Ranks:
         elif self._parted:
             self._cut_off()
         self._words = {}
-        if self._owns_control:
-            dist.destroy_process_group(self.control)
-        if self._owns_world and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._shares_cores:
+            _share_cores(-1)
+        if self._owns_groups:
+            for group in (self.control, self.group):
+                if group is not None:
+                    group.shutdown()
         self._processes, self.control = None, None
-        self._owns_control = self._owns_world = False
+        self._owns_groups = self._shares_cores = False
 
     def _cut_off(self) -> None:
         """Close the connections to other ranks, by receives that time out.
@@ -220,7 +267,7 @@ class Ranks:
         destroying its group would wait. NCCL's connections end with the process.
         """
         for group in (self.control, self.group):
-            if group is None or "cpu" not in dist.get_backend_config(group):
+            if group is None or not sends_between_cpus(group):
                 continue
             for peer in set(range(self.size)) - {self.rank}:
                 with suppress(RuntimeError, ValueError):
@@ -234,20 +281,13 @@ class Ranks:
 
         On the host, gloo has timeouts.
         """
-        world = dist.group.WORLD
-        if self._owns_world and world is not None and "cuda" in dist.get_backend_config(world):
+        if self._owns_groups and self.group is not None and self.device.type == "cuda":
             self.aborted = True  # set before any thread sees that a collective is over
-            world.abort()
+            self.group.abort()
 
     def _start(
         self, size: int, work: Callable[..., None], arguments: Callable[[], tuple[Any, ...]]
     ) -> None:
-        global _leads_world
-        if dist.is_initialized():
-            raise ValueError(
-                f"tensor_parallel_size is {size}, and this process already has a process group, of "
-                "another engine or its own: close that, or start the ranks by torchrun"
-            )
         if self.device.type == "cuda":
             if str(self.device) != "cuda":
                 raise ValueError(
@@ -263,39 +303,15 @@ class Ranks:
         self.device = own_device(self.device, 0)
         values = arguments()
         store = meeting_place(size)
-        threads = max(1, self._threads // size)
+        threads = _share_cores(+1, size)
+        self._owns_groups = self._shares_cores = True
         given = size, store.port, threads, *values
         self._processes = Processes(size - 1, work, given, self._abort)
-        _leads_world = self._owns_world = True  # set before joining, which may be interrupted
-        join(0, size, store, self.device, threads)
+        self._join(*connect(store, 0, size, self.device))
 
-    def _join(self, present: Any, size: int) -> None:
-        if not isinstance(present, ProcessGroup):
-            raise ValueError(
-                f"an engine's ranks are processes, but rank {present.rank} of {present.size} is "
-                "simulated: leave tensor_parallel(rank=..., size=...) out"
-            )
-        if size not in (1, present.size):
-            raise ValueError(
-                f"tensor_parallel_size is {size}, and the process group has {present.size} ranks: "
-                f"leave it out, or start {size}"
-            )
-        self.rank, self.size = present.rank, present.size
-        self.group = present.group or dist.group.WORLD
-        local = int(os.environ.get("LOCAL_RANK", str(dist.get_rank())))
-        self.device = own_device(self.device, local)
-        if self.group is dist.group.WORLD:
-            create = partial(dist.new_group, backend="gloo", timeout=_FOREVER)
-            self.control = interruptibly(create)
-            self._owns_control = True
-        elif "cpu" in (backends := dist.get_backend_config(self.group)):
-            # Creating another group would need all processes of the world.
-            self.control = self.group
-        else:
-            raise ValueError(
-                f"the process group ({backends}) cannot carry messages between CPUs: make it with "
-                "torch.distributed.new_group(backend='cpu:gloo,cuda:nccl')"
-            )
+    def _join(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
+        self.rank, self.size = rank_and_size(group)
+        self.group, self.control = group, control
         self._bytes = bytearray(_FRAME)
         self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)
         for rank in range(1, self.size) if self.rank == 0 else ():
@@ -330,28 +346,20 @@ class Ranks:
         return messages
 
 
-def meeting_place(size: int, port: int = 0) -> Any:
-    """Connect to the TCP store at ``port`` of this host, where ranks meet; port 0 creates one."""
-    return _stores.TCPStore("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
+def _share_cores(engines: int, size: int = 1) -> int:
+    """Count an engine that starts ``size`` ranks (+1), or one that ends (-1); return its threads.
 
-
-def join(rank: int, size: int, store: Any, device: torch.device, threads: int) -> None:
-    """Make this process rank ``rank`` of a world of ``size``."""
-    torch.set_num_threads(threads)  # the ranks of one host share its cores
-    _init(rank, size, store, device)
-
-
-def _init(rank: int, size: int, store: Any, device: torch.device) -> None:
-    def create() -> None:
-        # torch numbers its groups, and looks for the other ranks under this number. A world
-        # that failed to start keeps its number, so without this reset the ranks would never meet.
-        dist.distributed_c10d._world.group_count = 0
-        with current(device):  # a new thread's device is the first one
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-
-    # On CUDA too, ranks exchange messages over gloo.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    interruptibly(create)
+    The ranks of a host share its cores. After the last engine, torch has as many threads as before.
+    """
+    if not _sharing[0]:
+        _sharing[1] = torch.get_num_threads()
+    _sharing[0] += engines
+    threads = max(1, _sharing[1] // size)
+    if engines > 0:
+        torch.set_num_threads(min(threads, torch.get_num_threads()))
+    elif not _sharing[0]:
+        torch.set_num_threads(_sharing[1])
+    return threads
 
 
 def _is_of_others(error: BaseException) -> bool:

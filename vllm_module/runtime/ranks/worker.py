@@ -245,7 +245,7 @@ class Worker:
         return pickle.loads(func)(self.model)  # sent by this engine's first rank
 
     def update_weights(
-        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], *, whole: bool = False
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
     ) -> None:
         """Update weights in place. If ``whole``, they must be a whole checkpoint."""
         self._took_update = False
@@ -257,7 +257,7 @@ class Worker:
         self._took_update = True
 
     def check_update(
-        self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], *, whole: bool
+        self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool
     ) -> None:
         """Raise the errors that an update with ``weights`` would raise before writing anything."""
         plan = self.model.plan_weights(weights)

@@ -1,0 +1,277 @@
+"""Weights sent from rank to rank by a transfer plan, over torch.distributed.
+
+Ranks of the source have the first numbers of the group, those of the target the next ones. All of
+them go through the plan's tensors in one order, and know from the plan which messages come: a
+message is what one rank sends to another of a batch of tensors, and has no header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.base.messages import describe_error, printable_name
+from vllm_module.base.process_groups import rank_and_size
+from vllm_module.errors import RankError, WeightReadError
+from vllm_module.layout import Hop, Layout, Route, TransferPlan
+from vllm_module.layout.layout import EXPERT
+from vllm_module.layout.views import Box, place
+
+_TAG = 1 << 21  # tag of the first stage's messages
+_Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by name and number of the box
+
+
+class _Moved(NamedTuple):
+    """A tensor that is moved: its name, its expert's number or that of the first, its route."""
+
+    name: str
+    expert: int
+    route: Route
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.route.dtype)
+        return dtype
+
+    def hops(self, hops: Sequence[Hop]) -> Iterator[Hop]:
+        return (hop for hop in hops if hop.experts[0] <= self.expert < sum(hop.experts))
+
+    def box(self, number: int) -> Box:
+        return self.route.boxes[number]
+
+
+def send_boxes(
+    plan: TransferPlan,
+    source: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = 1 << 28,
+    timeout: float = 600.0,
+) -> None:
+    """Send what this rank holds to the ranks that keep it, as ``plan`` says.
+
+    Args:
+        plan: the same on every rank.
+        source: the plan's source.
+        tensors: this rank's parameters, by the paths in ``source`` and of the shapes there.
+        group: with ``plan.source_ranks + plan.target_ranks`` ranks, by default the world.
+        bucket_bytes: most bytes of whole tensors in a batch, unless one alone has more; the same on
+            every rank.
+        timeout: seconds that a message may take.
+
+    Raises:
+        RankError: a rank has ended or hangs, or has left in the middle; it names that rank.
+        ValueError: a tensor is missing here or has another shape, or the group's size is wrong.
+
+    """
+    moving = _Moving(plan, group, timeout)
+    rank = moving.rank
+    for batch in moving.batches(bucket_bytes):
+        held = {each.name: _held_boxes(source, each, rank, tensors) for each in batch}
+
+        def read(each: _Moved, number: int, held: dict[str, list[_Box]] = held) -> torch.Tensor:
+            part = each.box(number)
+            for box, view, values in held[each.name]:
+                if (at := place(box, view, part, each.route.view)) is not None:
+                    return values.as_strided(at.shape, at.strides, at.offset)
+            raise AssertionError(f"{each.name}: the plan takes {part} from rank {rank}")
+
+        parts = moving.stage(batch, lambda route: route.gathered, (0, 0), read)
+        for each in batch:  # what is gathered on this rank from itself
+            for hop in each.hops(each.route.gathered):
+                if hop.source == hop.target == rank:
+                    parts[each.name, hop.box] = read(each, hop.box)
+
+        def give(
+            each: _Moved, number: int, parts: _Values = parts, read: _Read = read
+        ) -> torch.Tensor:
+            if number not in each.route.parts:
+                return read(each, number)
+            start, size = each.box(number)
+            joined = torch.empty(size, dtype=each.dtype)
+            for part in each.route.parts[number]:
+                _narrowed(joined, each.box(part), start).copy_(parts[each.name, part])
+            return joined
+
+        moving.stage(batch, lambda route: route.sent, (0, moving.first_target), give)
+
+
+def receive_boxes(
+    plan: TransferPlan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = 1 << 28,
+    timeout: float = 600.0,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of which this rank keeps a part, for ``update_weights`` of this rank.
+
+    A tensor has its whole shape, with zeros outside of the boxes that the rank keeps, where a CPU's
+    memory is not touched. Arguments are those of :func:`send_boxes`.
+
+    Raises ``WeightReadError`` if a rank has ended, left or hangs; it names that rank. The model
+    refuses to run if it has a mixture of old and new weights then.
+    """
+    moving = _Moving(plan, group, timeout)
+    at = moving.first_target
+    for batch in moving.batches(bucket_bytes):
+        arrived = moving.stage(batch, lambda route: route.sent, (0, at), _nothing)
+
+        def relay(each: _Moved, number: int, arrived: _Values = arrived) -> torch.Tensor:
+            return arrived[each.name, number]
+
+        arrived |= moving.stage(batch, lambda route: route.relayed, (at, at), relay)
+        for each in batch:
+            entry = each.route.tensors[0]
+            parts = {number for name, number in arrived if name == each.name}
+            if not parts:
+                continue
+            # Zeros, because values that are not kept are looked at as well, for NaN.
+            whole = torch.zeros(entry.shape, dtype=each.dtype)
+            for number in parts:
+                box = each.box(number)
+                _narrowed(whole.view(each.route.view), box).copy_(arrived[each.name, number])
+            yield each.name, whole
+
+
+_Read: TypeAlias = Callable[[_Moved, int], torch.Tensor]
+_Box: TypeAlias = tuple[Box, Sequence[int], torch.Tensor]
+
+
+def _nothing(each: _Moved, number: int) -> torch.Tensor:
+    raise AssertionError(f"{each.name}: a rank of the target sends a box before it arrives")
+
+
+class _Moving:
+    """One rank's part of a transfer."""
+
+    def __init__(self, plan: TransferPlan, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self.plan, self.group, self.timeout = plan, group, timeout
+        self.rank, size = rank_and_size(group)
+        self.first_target = plan.source_ranks
+        if size != plan.source_ranks + plan.target_ranks:
+            raise ValueError(
+                f"the plan is from {plan.source_ranks} to {plan.target_ranks} ranks, and the group "
+                f"has {size}: expected {plan.source_ranks + plan.target_ranks}"
+            )
+
+    def batches(self, bucket_bytes: int) -> Iterator[list[_Moved]]:
+        """Yield the plan's tensors, as many at once as fit into a bucket."""
+        batch: list[_Moved] = []
+        filled = 0
+        for route in self.plan.routes:
+            for entry in route.tensors:
+                for expert in range(*route.experts):
+                    name = entry.name
+                    if entry.experts is not None:
+                        name = name.replace(EXPERT, str(expert))
+                    nbytes = torch.Size(entry.shape).numel() * route.itemsize
+                    if batch and filled + nbytes > bucket_bytes:
+                        yield batch
+                        batch, filled = [], 0
+                    batch.append(_Moved(name, expert, route))
+                    filled += nbytes
+        if batch:
+            yield batch
+
+    def stage(
+        self,
+        batch: Sequence[_Moved],
+        hops: Callable[[Route], Sequence[Hop]],
+        first: tuple[int, int],
+        read: _Read,
+    ) -> _Values:
+        """Send and receive the boxes of some hops; return those that arrive here.
+
+        ``first`` are the group's numbers of the first rank that sends and that receives.
+        """
+        going: dict[int, list[torch.Tensor]] = {}
+        coming: dict[int, list[tuple[_Moved, int]]] = {}
+        for each in batch:
+            for hop in each.hops(hops(each.route)):
+                source, target = hop.source + first[0], hop.target + first[1]
+                if source == target:
+                    continue
+                if source == self.rank:
+                    box = read(each, hop.box).detach().contiguous()
+                    going.setdefault(target, []).append(box.view(-1).view(torch.uint8))
+                elif target == self.rank:
+                    coming.setdefault(source, []).append((each, hop.box))
+        messages = {
+            peer: torch.empty(sum(_nbytes(*box) for box in boxes), dtype=torch.uint8)
+            for peer, boxes in coming.items()
+        }
+        tag = _TAG + first[0] * 2 + first[1]
+        packed = {peer: torch.cat(boxes) for peer, boxes in going.items()}
+        works = []
+        of: dict[str, Any] = {"group": self.group, "tag": tag}
+        peer = self.rank
+        try:
+            for peer, memory in messages.items():
+                works.append((peer, dist.irecv(memory, group_src=peer, **of)))
+            for peer, memory in packed.items():
+                works.append((peer, dist.isend(memory, group_dst=peer, **of)))
+            for peer, work in works:  # noqa: B007  # the error below names it
+                assert work is not None
+                work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            how = (
+                f"rank {peer} ended, left or hangs, while weights moved between it and rank "
+                f"{self.rank}, the first of them {printable_name(batch[0].name)}. Use another "
+                f"process group, and send all weights again: {describe_error(error)}"
+            )
+            if self.rank < self.first_target:
+                raise RankError(how, [peer]) from error
+            raise WeightReadError(how) from error  # no rank of the engine has failed
+        values: _Values = {}
+        for peer, boxes in coming.items():
+            at = 0
+            for each, number in boxes:
+                nbytes = _nbytes(each, number)
+                part = messages[peer][at : at + nbytes].clone()  # aligned for its dtype
+                values[each.name, number] = part.view(each.dtype).view(each.box(number)[1])
+                at += nbytes
+        return values
+
+
+def _nbytes(each: _Moved, number: int) -> int:
+    return torch.Size(each.box(number)[1]).numel() * each.route.itemsize
+
+
+def _narrowed(whole: torch.Tensor, box: Box, origin: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the part of a tensor that ``box`` is, where the tensor begins at ``origin``."""
+    start, size = box
+    for dim, (first, count) in enumerate(zip(start, size, strict=True)):
+        whole = whole.narrow(dim, first - (origin[dim] if origin is not None else 0), count)
+    return whole
+
+
+def _held_boxes(
+    layout: Layout, each: _Moved, rank: int, tensors: Mapping[str, torch.Tensor]
+) -> list[_Box]:
+    """Return this rank's boxes of a tensor, each with its values in stored order."""
+    entry, expert = layout.find(each.name)
+    found: list[_Box] = []
+    for ranks, box in layout.held_by(entry, expert):
+        if rank not in ranks or not box.numel:
+            continue
+        tensor, shape = tensors.get(entry.parameter), layout.shape_of(entry.parameter, rank)
+        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != each.dtype:
+            got = "nothing" if tensor is None else f"{list(tensor.shape)} in {tensor.dtype}"
+            raise ValueError(
+                f"{printable_name(entry.parameter)} on rank {rank}: the layout has "
+                f"{list(shape or ())} in {each.dtype}, got {got}"
+            )
+        held = box.held
+        if held.packed != 1:
+            raise WeightReadError(f"{printable_name(each.name)} is packed, and cannot be sent yet")
+        flat = tensor.detach().contiguous()
+        values = flat.as_strided(held.shape, held.strides, flat.storage_offset() + held.offset)
+        found.append(
+            ((box.start, box.size), box.view or entry.shape, values.reshape(box.size).contiguous())
+        )
+    return found

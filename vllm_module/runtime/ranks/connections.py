@@ -1,0 +1,120 @@
+"""How the ranks of an engine find each other, in groups of their own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.base.process_groups import private_group
+from vllm_module.base.waiting import interruptibly
+from vllm_module.config import EngineConfig
+from vllm_module.runtime.devices import current
+
+_stores: Any = dist  # torch.distributed has the stores; its type hints lack them
+_TIMEOUT = timedelta(minutes=30)  # of a collective, as torch has it
+_FOREVER = timedelta(days=365)  # timeout of a wait: an engine may wait for requests for any time
+# Engines of the same processes of a launcher are numbered, because these share one store.
+_engines: dict[range, itertools.count[int]] = defaultdict(itertools.count)
+
+
+class Connections(NamedTuple):
+    """What connects a rank to the other ranks of its engine.
+
+    ``group`` is the tensor-parallel group; ``control`` carries messages between CPUs and has no
+    timeout.
+    """
+
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+
+def connect(store: Any, rank: int, size: int, device: torch.device) -> Connections:
+    """Connect this process, as rank ``rank`` of ``size``, to those that share ``store``."""
+
+    def create() -> Connections:
+        group, control = (_stores.PrefixStore(name, store) for name in ("group", "control"))
+        with current(device):  # a new thread's device is the first one
+            return Connections(
+                private_group(group, rank, size, device, _TIMEOUT),
+                private_group(control, rank, size, torch.device("cpu"), _FOREVER),
+            )
+
+    return interruptibly(create)
+
+
+def meeting_place(size: int, port: int = 0) -> Any:
+    """Connect to the TCP store at ``port`` of this host, where ranks meet; port 0 creates one."""
+    return _stores.TCPStore("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
+
+
+def under_torchrun() -> bool:
+    """Tell whether a launcher has started this process as one of several, as torchrun does."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def world() -> tuple[int, int]:
+    """Return this process's rank in the launcher's or the program's world, and the world's size."""
+    if under_torchrun():
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def connect_in_world(ranks: range, device: torch.device) -> Connections:
+    """Connect this process to those of the world that have the numbers ``ranks``, itself one."""
+    rank, size = world()
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        store = interruptibly(partial(_launcher_store, os.getpid()))
+    name = f"engine {next(_engines[ranks])} of ranks {ranks.start} to {ranks.stop - 1} of {size}"
+    store = _stores.PrefixStore(name, store)
+    return connect(store, rank - ranks.start, len(ranks), device)
+
+
+@cache  # rank 0 may be the store's server, which the others use for as long as they run
+def _launcher_store(pid: int) -> Any:
+    del pid  # a fork's connection would be its parent's
+    store, _, _ = next(_stores.rendezvous("env://"))
+    return store
+
+
+def processes_of_world(config: EngineConfig) -> range | None:
+    """Return the processes of the world that are ranks of this engine.
+
+    It is ``None`` for an engine that has this process only, or starts the others.
+
+    Raises ``ValueError`` if the world has not as many processes as the engine needs.
+    """
+    backend, size = config.distributed_executor_backend, config.tensor_parallel_size
+    rank, processes = world()
+    if backend == "uni" and size > 1:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, and distributed_executor_backend 'uni' is an engine "
+            "of one process: expected 1, or 'mp', which starts the others"
+        )
+    if backend == "external_launcher":
+        if processes % size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and distributed_executor_backend is "
+                f"'external_launcher': engines of {size} ranks do not divide the {processes} "
+                "processes that were launched. Launch a multiple, or take 'mp', which starts ranks"
+            )
+        first = rank - rank % size
+        return range(first, first + size) if size > 1 else None
+    asked = "tensor_parallel_size" in config.model_fields_set
+    if backend is not None or not under_torchrun() or (asked and size == 1):
+        return None
+    if asked and size != processes:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, and torchrun has started {processes} ranks: leave it "
+            f"out, start {size}, or say which is meant: distributed_executor_backend "
+            "'external_launcher' makes several engines of these processes, 'mp' starts ranks"
+        )
+    return range(processes)
