@@ -38,6 +38,7 @@ EXTRAS = {
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
     ("vllm_module.kernels.digest.compiled", "numba"): "digest",
+    ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",
 }
 # Benchmarks measure beside it where it is installed, and say so where it is not.
 PEERS = {"runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}

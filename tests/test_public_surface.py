@@ -30,6 +30,7 @@ PUBLIC = [
     "QuantizationConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "WeightLoadError",
@@ -89,7 +90,8 @@ SamplingParams(*positional, n=1, presence_penalty=0.0, frequency_penalty=0.0,
     stop=<factory>, stop_token_ids=<factory>, ignore_eos=False, max_tokens=16, min_tokens=0,
     logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True,
     spaces_between_special_tokens=True, include_stop_str_in_output=False, logit_bias=None,
-    allowed_token_ids=None, extra_args=None, bad_words=<factory>)
+    allowed_token_ids=None, structured_outputs=None, extra_args=None, bad_words=<factory>)
+StructuredOutputsParams(*, json=None, regex=None, choice=None, grammar=None, json_object=None)
 PoolingParams(use_activation=None, dimensions=None)
 BeamSearchParams(beam_width, max_tokens, ignore_eos=False, temperature=0.0, length_penalty=1.0,
     include_stop_str_in_output=False, skip_special_tokens=True)

@@ -75,6 +75,7 @@ EXTRAS = {
     "lint": ("import mypy, ruff", "No module named"),
     "plot": (PLOT, "vllm-module[plot]"),
     "stores": ("import obstore", "No module named"),
+    "structured-outputs": ("import llguidance", "No module named"),
     "test": ("import build, hypothesis, pytest, transformers, xdist", "No module named"),
     "testing": (LAW, "vllm-module[testing]"),
     "transformers": (WRAPPED, "vllm-module[transformers]"),

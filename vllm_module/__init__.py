@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_module.runtime.llm import LLM
     from vllm_module.runtime.outputs import CompletionOutput, RequestOutput
     from vllm_module.runtime.pooling_params import PoolingParams
-    from vllm_module.runtime.sampling_params import SamplingParams
+    from vllm_module.runtime.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm_module.runtime.text.prompts import TextPrompt, TokensPrompt
     from vllm_module.weights.source import register_source
 else:
@@ -39,6 +39,7 @@ else:
             "QuantizationConfig": "vllm_module.config",
             "RequestOutput": "vllm_module.runtime.outputs",
             "SamplingParams": "vllm_module.runtime.sampling_params",
+            "StructuredOutputsParams": "vllm_module.runtime.sampling_params",
             "TextPrompt": "vllm_module.runtime.text.prompts",
             "TokensPrompt": "vllm_module.runtime.text.prompts",
             "WeightLoadError": "vllm_module.errors",
@@ -64,6 +65,7 @@ __all__ = [
     "QuantizationConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "WeightLoadError",

@@ -271,7 +271,9 @@ class Engine(Requests):
         now = time.monotonic()
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None and sequence.finish_reason is None:
-                self._end_request(sequence.request, "error", _BROKEN_LOGITS)
+                grammar = sequence.grammar
+                error = grammar.error if grammar is not None else None
+                self._end_request(sequence.request, "error", error or _BROKEN_LOGITS)
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None or sequence.finish_reason is not None:
                 continue

@@ -125,5 +125,6 @@ def row_of(sequence: Sequence, stop_token_ids: Set[int]) -> Row:
     if request.bad_words:
         banned = completing_tokens(request.bad_words, sequence.output).union(banned)
     uniform = 0.0 if params.greedy else sequence.uniform.random()
+    mask = sequence.grammar.mask(sequence.output) if sequence.grammar is not None else None
     key = (request.arrival, sequence.index)
-    return Row(params, sequence.tokens, request.prompt_len, uniform, banned, key)
+    return Row(params, sequence.tokens, request.prompt_len, uniform, banned, mask, key)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from vllm_module.runtime.cache.page_pool import ROOT
 from vllm_module.runtime.metrics import RequestStateStats
+from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.text.tokenizer import TextStream
@@ -34,6 +35,7 @@ class Sequence:
         num_listed_pages: number of first pages that the row has on every rank.
         saved_at: while it runs, numbers of tokens after which its state is saved, ascending.
         uniform: generator of this sequence's random numbers, one for each generated token.
+        grammar: where it is in the grammar of its request, if that has one.
         stream: decoder from tokens to text, if the text is needed at every step.
 
     """
@@ -56,6 +58,7 @@ class Sequence:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     text: str = ""
+    grammar: Grammar | None = None
     stream: TextStream | None = None
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None
@@ -89,6 +92,7 @@ class Request:
         num_cached_tokens: number of tokens at the prompt's start that were not computed, because
             cached pages held them; ``None`` before the prompt is begun.
         bad_words: tokens of each text that may not be generated.
+        grammar: what the output must follow, at its beginning.
         cache_salt: salt of the prompt; cached pages are shared only among equal salts.
 
     """
@@ -105,6 +109,7 @@ class Request:
     streamed: bool = False
     num_cached_tokens: int | None = None
     bad_words: list[list[int]] = field(default_factory=list)
+    grammar: Grammar | None = None
     cache_salt: str | None = None
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
@@ -119,7 +124,9 @@ class Request:
     def new_sequence(self) -> Sequence:
         """Return the next sample, with the prompt's tokens and a seed of its own."""
         uniform = random.Random(self._seeds.getrandbits(64))
-        return Sequence(self, len(self.sequences), list(self.prompt_token_ids), uniform)
+        grammar = None if self.grammar is None else self.grammar.copy()
+        tokens = list(self.prompt_token_ids)
+        return Sequence(self, len(self.sequences), tokens, uniform, grammar=grammar)
 
     @property
     def finished(self) -> bool:
