@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_module.distributed import tensor_parallel
     from vllm_module.errors import WeightLoadError
     from vllm_module.parameters import BasevLLMParameter
+    from vllm_module.runtime.async_llm import AsyncLLM
     from vllm_module.runtime.beam_search import BeamSearchParams
     from vllm_module.runtime.engine_args import EngineArgs
     from vllm_module.runtime.llm import LLM
@@ -27,6 +28,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "AsyncLLM": "vllm_module.runtime.async_llm",
             "BasevLLMParameter": "vllm_module.parameters",
             "BeamSearchParams": "vllm_module.runtime.beam_search",
             "CompletionOutput": "vllm_module.runtime.outputs",
@@ -54,6 +56,7 @@ else:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BasevLLMParameter",
     "BeamSearchParams",
     "CompletionOutput",

@@ -348,9 +348,10 @@ class TextMethods:
         tokenization: Tokenization,
         *,
         streamed: bool = False,
+        request_id: str | None = None,
     ) -> Request | RequestOutput:
         """Add a prompt to the engine; return its request, or an output with its ``error``."""
-        request_id = str(next(self._ids))
+        request_id = str(next(self._ids)) if request_id is None else request_id
         text = prompt_text(prompt)
         ids: list[int] = []
         try:

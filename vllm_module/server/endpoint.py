@@ -1,0 +1,208 @@
+"""One route: its key, its body, its answer, and the departure of its client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import aclosing
+from typing import Any, Literal
+
+import pydantic_core
+from starlette.types import Message, Receive, Scope, Send
+
+from vllm_module.server.errors import ApiError, as_api_error
+from vllm_module.server.protocol import Body
+
+Events = AsyncGenerator[dict[str, Any], None]
+Answer = dict[str, Any] | list[Any] | str | Events
+Right = Literal["open", "api", "admin"]
+
+_log = logging.getLogger(__name__)
+
+
+class Keys:
+    """The keys of a server, of which only digests are kept; they are compared in constant time."""
+
+    def __init__(self, api: Collection[str], admin: Collection[str]) -> None:
+        self._admin = [_digest(key.encode()) for key in admin]
+        self._api = [_digest(key.encode()) for key in api]
+
+    def check(self, scope: Scope, right: Right) -> None:
+        """Raise ``ApiError`` if the request has no key for what it wants."""
+        if right == "open" or (right == "api" and not self._api):
+            return
+        if right == "admin" and not self._admin:
+            raise ApiError(403, "this is for operators: start the server with an admin key")
+        given = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
+        digest = _digest(given[7:] if given[:7].lower() == b"bearer " else b"")
+        keys = self._admin if right == "admin" else self._api + self._admin
+        if not sum(hmac.compare_digest(digest, key) for key in keys):  # every key is compared
+            raise ApiError(
+                401, "the key is missing or wrong: send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )  # fmt: skip
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Endpoint:
+    """An ASGI application that answers one path.
+
+    Args:
+        handler: function from a checked body to a JSON value, a text, or events to stream. It is
+            cancelled when the client goes away.
+        kind: the class of the body; without fields, the request has none.
+        right: who may ask.
+        keys: of the server.
+        max_body_bytes: largest size of a body.
+        body_seconds: longest time in which a body has to arrive.
+
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[Any], Awaitable[Answer]],
+        kind: type[Body],
+        right: Right,
+        keys: Keys,
+        max_body_bytes: int,
+        body_seconds: float,
+    ) -> None:
+        self._handler, self._kind, self._right, self._keys = handler, kind, right, keys
+        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            self._keys.check(scope, self._right)
+            body = await self._read(scope, receive)
+        except _GoneError:
+            return
+        except ApiError as error:
+            await send_json(send, error.status, error.body)
+            return
+        work = asyncio.ensure_future(self._work(body, send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _read(self, scope: Scope, receive: Receive) -> Body:
+        """Receive a body within the limits, and check it."""
+        try:
+            data = await asyncio.wait_for(self._receive(scope, receive), self._body_seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(
+                408, f"the body did not arrive within {self._body_seconds:g} s"
+            ) from None
+        if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
+            return self._kind.of({})
+        try:
+            given = pydantic_core.from_json(data, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON: {error}") from None
+        return self._kind.of(given)
+
+    async def _receive(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._max_body_bytes
+        too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+        length = next((v for name, v in scope["headers"] if name == b"content-length"), b"0")
+        if length.isdigit() and int(length[:20]) > limit:
+            raise too_large
+        chunks, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > limit:
+                raise too_large
+            more = message.get("more_body", False)
+        return b"".join(chunks)
+
+    async def _work(self, body: Body, send: Send) -> None:
+        try:
+            answer = await self._handler(body)
+            if isinstance(answer, AsyncGenerator):
+                await _send_events(send, answer)
+            elif isinstance(answer, str):
+                await _send(send, 200, b"text/plain; charset=utf-8", answer.encode())
+            else:
+                await send_json(send, 200, answer)
+        except Exception as error:
+            await send_json(send, *_told(error))
+
+
+class _GoneError(Exception):
+    """The client went away before its body was complete."""
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _told(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body for an error; log those that are no client's."""
+    told = as_api_error(error)
+    if told.status == 500:
+        _log.error("a request failed: %s", told.message, exc_info=error)
+    return told.status, told.body
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+async def send_json(send: Send, status: int, value: object) -> None:
+    """Send a JSON value as the whole answer."""
+    await _send(send, status, b"application/json", _encode(value))
+
+
+async def _send(send: Send, status: int, kind: bytes, data: bytes) -> None:
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(data))]
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
+
+
+async def _send_events(send: Send, events: Events) -> None:
+    """Send server-sent events, and ``[DONE]`` at the end.
+
+    An error before the first event is raised; a later one is an event, without ``[DONE]``.
+    """
+
+    def event(value: object) -> Message:
+        body = b"data: %b\n\n" % _encode(value)
+        return {"type": "http.response.body", "body": body, "more_body": True}
+
+    async with aclosing(events):
+        first = await anext(events)
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # nginx would hold events back
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(event(first))
+        end = b"data: [DONE]\n\n"
+        try:
+            async for each in events:
+                await send(event(each))
+        except Exception as error:
+            await send(event(_told(error)[1]))
+            end = b""
+    await send({"type": "http.response.body", "body": end})
