@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM
 from vllm_module.server.app import Limits, application
-from vllm_module.server.chat import ContentParser
 from vllm_module.server.endpoint import Keys
 from vllm_module.server.listener import Address, Listener
 from vllm_module.server.state import State
@@ -117,7 +116,7 @@ class Served(NamedTuple):
 def serving(
     llm: AsyncLLM | None, address: Address | None = None, **options: Any
 ) -> Iterator[Served]:
-    state = State(["tiny", "other-name"], options.pop("max_prompts", 64), ContentParser, llm)
+    state = State(["tiny", "other-name"], options.pop("max_prompts", 64), llm)
     limits = Limits(options.pop("body_bytes", 1 << 20), options.pop("body_seconds", 30))
     app = application(state, Keys([KEY, "sk-two"], options.pop("admin", [ADMIN])), limits)
     listener = Listener(app, address or Address(port=0), **options)

@@ -244,6 +244,10 @@ class TextMethods:
         template, how = self._chat_template(chat_template), Tokenization(special=False)
         return self._chat_prompt(template, messages, variables, how)
 
+    def get_chat_template(self) -> str | None:
+        """Return the text of the chat template; ``None`` if the checkpoint has none."""
+        return None if self._template is None else self._template.source
+
     def _chat_template(self, given: str | None) -> ChatTemplate:
         check_type("chat_template", given, "text or None", str, type(None))
         if given is not None:

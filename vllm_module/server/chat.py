@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from vllm_module.base.messages import shorten
 from vllm_module.runtime.sampling.sampler import Logprob
@@ -20,44 +19,13 @@ from vllm_module.server.generation import (
     sampling_params,
     token_text,
 )
+from vllm_module.server.parsers import Parser
 from vllm_module.server.protocol import ChatBody
 from vllm_module.server.state import State, new_id
+from vllm_module.server.tools import AnswerForm, call_entry
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
-
-
-@dataclass
-class Part:
-    """A piece of a message; parts of one kind that follow each other are one text."""
-
-    kind: Literal["content"]
-    text: str
-
-
-class Parser(Protocol):
-    """Divides the text of a choice into parts.
-
-    For every split of a text, the parts of its pieces together are those of the whole.
-    """
-
-    def feed(self, text: str) -> list[Part]:
-        """Return the parts that are certain after more text."""
-
-    def end(self) -> list[Part]:
-        """Return the parts that the end of the text makes certain."""
-
-
-class ContentParser:
-    """The parser of models without tools: all text is content."""
-
-    def feed(self, text: str) -> list[Part]:
-        """Return the text as content."""
-        return [Part("content", text)] if text else []
-
-    def end(self) -> list[Part]:
-        """Return nothing: no text is held back."""
-        return []
 
 
 async def chat_completions(state: State, body: ChatBody) -> Answer:
@@ -65,17 +33,24 @@ async def chat_completions(state: State, body: ChatBody) -> Answer:
     llm = state.engine(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    prompt = await state.chat_prompt(checked_messages(body.messages), body)
+    form = AnswerForm.of(body, state.formats)
+    prompt = await state.chat_prompt(checked_messages(body.messages), body, form.tools)
     if body.cache_salt is not None:
         prompt["cache_salt"] = body.cache_salt
     most = body.max_completion_tokens or body.max_tokens
+    shows_special = form.reads_marks and "skip_special_tokens" not in body.sampling
     params = sampling_params(
-        llm, body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        llm,
+        body,
+        max_tokens=most,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured_outputs=form.structured_outputs,
+        skip_special_tokens=False if shows_special else None,
     )
     generation = Generation(
         llm, state.histograms, new_id("chatcmpl"), [prompt], params, body.stream
     )
-    answer = _Answer(state, body, generation)
+    answer = _Answer(state, body, form, generation)
     return answer.events() if body.stream else await answer.whole()
 
 
@@ -115,10 +90,12 @@ def _refusal(message: str) -> ApiError:
 class _Answer:
     """The choices of one request, whole or as events."""
 
-    def __init__(self, state: State, body: ChatBody, generation: Generation) -> None:
-        self._body, self._generation = body, generation
+    def __init__(
+        self, state: State, body: ChatBody, form: AnswerForm, generation: Generation
+    ) -> None:
+        self._body, self._form, self._generation = body, form, generation
         self._parsers: dict[int, Parser] = {}
-        self._new_parser = state.new_parser
+        self._calls: dict[int, int] = {}  # number of calls of each choice so far
         self._head = {
             "id": generation.name,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -130,8 +107,12 @@ class _Answer:
         choices = []
         async with aclosing(self._generation.pieces()) as pieces:
             async for piece in pieces:
-                text = "".join(part.text for part in self._parts(piece))
-                message = {"role": "assistant", "content": text, "refusal": None}
+                message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+                message |= self._delta(piece)
+                for call in message.get("tool_calls", ()):
+                    del call["index"]
+                if message["content"] is None and "tool_calls" not in message:
+                    message["content"] = ""
                 choices.append(self._choice(piece, "message", message))
         choices.sort(key=lambda choice: choice["index"])
         return {**self._head, "choices": choices, "usage": self._generation.usage()}
@@ -143,28 +124,44 @@ class _Answer:
                     delta = {"role": "assistant", "content": ""}
                     choice = {"index": piece.index, "delta": delta, "logprobs": None}
                     yield {**self._head, "choices": [{**choice, "finish_reason": None}]}
-                delta = {}
-                for part in self._parts(piece):
-                    delta["content"] = delta.get("content", "") + part.text
-                choice = self._choice(piece, "delta", delta)
-                if delta or any(choice[key] for key in ("logprobs", "finish_reason", "token_ids")):
+                choice = self._choice(piece, "delta", self._delta(piece))
+                shown = ("delta", "logprobs", "finish_reason", "token_ids")
+                if any(choice[key] for key in shown):
                     yield {**self._head, "choices": [choice]}
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield {**self._head, "choices": [], "usage": self._generation.usage()}
 
-    def _parts(self, piece: Piece) -> list[Part]:
-        parser = self._parsers.setdefault(piece.index, self._new_parser())
-        parts = parser.feed(piece.text)
-        return parts + parser.end() if piece.finish_reason is not None else parts
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """Return what is new of a message: content, reasoning and complete calls."""
+        parser = self._parsers.get(piece.index)
+        if parser is None:
+            parser = self._form.parser(piece.output.prompt or "")
+            self._parsers[piece.index] = parser
+        deltas = parser.feed(piece.text)
+        if piece.finish_reason is not None:
+            deltas += parser.finish()
+        found: dict[str, Any] = {}
+        if content := "".join(delta.content for delta in deltas):
+            found["content"] = content
+        if reasoning := "".join(delta.reasoning for delta in deltas):
+            found["reasoning_content"] = reasoning
+        for call in (delta.tool_call for delta in deltas):
+            index = self._calls.get(piece.index, 0)
+            if call is None or index == self._form.most_calls:
+                continue
+            self._calls[piece.index] = index + 1
+            found.setdefault("tool_calls", []).append({"index": index, **call_entry(call)})
+        return found
 
     def _choice(self, piece: Piece, key: str, message: dict[str, Any]) -> dict[str, Any]:
         body = self._body
+        calls = piece.finish_reason == "stop" and self._calls.get(piece.index)
         choice = {
             "index": piece.index,
             key: message,
             "logprobs": self._logprobs(piece) if body.logprobs and piece.token_ids else None,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": "tool_calls" if calls else piece.finish_reason,
             "stop_reason": piece.stop_reason,
             "token_ids": piece.token_ids if body.return_token_ids else None,
         }

@@ -21,6 +21,7 @@ SAMPLING = (
     # vLLM's own
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens",
     "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
+    "structured_outputs",
 )  # fmt: skip
 # Known fields of clients that change nothing here, with the values that ask for nothing.
 _COMMON: Mapping[str, tuple[Any, ...]] = {
@@ -33,7 +34,6 @@ _COMMON: Mapping[str, tuple[Any, ...]] = {
     "priority": (0,),
     "spaces_between_special_tokens": _ANY,
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
 }  # fmt: skip
@@ -119,12 +119,8 @@ class ChatBody(GenerationBody):
 
     unsupported = {
         **_COMMON,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": _ANY,
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "reasoning_effort": ("none",),
         "modalities": (["text"],),
         "audio": (),
@@ -136,6 +132,10 @@ class ChatBody(GenerationBody):
         "echo": (False,),
     }
     messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    response_format: Any = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from vllm_module.runtime.async_llm import AsyncLLM
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.metrics import Histograms
+from vllm_module.server.tools import Formats
 
 
 def new_id(kind: str) -> str:
@@ -35,7 +36,7 @@ class State:
     Attributes:
         names: names of the model that requests may give; the first one is shown.
         max_prompts: most prompts of a request.
-        new_parser: returns what divides the text of a choice into parts.
+        formats: how the model writes calls of tools and reasoning.
         llm: the engine; ``None`` while it is loading.
         weight_version: name of the weights, which updates change.
         loaded: seconds from 1970 to the end of loading.
@@ -44,8 +45,8 @@ class State:
 
     names: Sequence[str]
     max_prompts: int
-    new_parser: Callable[[], Any]
     llm: AsyncLLM | None = None
+    formats: Formats = field(default_factory=Formats)
     weight_version: str = "0"
     loaded: int = 0
     histograms: Histograms = field(default_factory=Histograms)
@@ -81,7 +82,9 @@ class State:
             found.append(prompt if salt is None else {**prompt, "cache_salt": salt})
         return found
 
-    async def chat_prompt(self, messages: Any, options: Conversation) -> dict[str, Any]:
+    async def chat_prompt(
+        self, messages: Any, options: Conversation, tools: Sequence[Any] = ()
+    ) -> dict[str, Any]:
         """Return a conversation as a prompt, which another process formats."""
         llm = self.engine().llm
         variables = {
@@ -89,6 +92,8 @@ class State:
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
         }
+        if tools:
+            variables["tools"] = list(tools)
         if options.continue_final_message:
             variables["add_generation_prompt"] = False
         return await asyncio.to_thread(lambda: llm.chat_prompt(messages, **variables))

@@ -227,6 +227,17 @@ def _calls_or(raw: str, calls: Sequence[ToolCall | None]) -> list[Delta]:
     return [Delta(tool_call=call) for call in calls]
 
 
+def _chosen(text: Text, types: Types) -> Parse:
+    """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write."""
+    body = yield from take_json(text)
+    if body is not None:
+        listed = _loads(body)
+        calls = [_call(each) for each in listed] if isinstance(listed, list) else []
+        yield from _calls_or(body, calls)
+    yield from until(text, (), "content")
+
+
+CHOSEN = "chosen"  # the format of calls that a request requires, whatever the model's own is
 FORMATS: dict[str, Format] = {
     "hermes": _hermes,
     "qwen3_coder": _qwen3_coder,
@@ -236,4 +247,5 @@ FORMATS: dict[str, Format] = {
     "deepseek": _deepseek,
     "kimi": _kimi,
     "harmony": _harmony,
+    CHOSEN: _chosen,
 }

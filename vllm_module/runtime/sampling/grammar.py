@@ -17,6 +17,8 @@ from vllm_module.base.messages import describe_error, install
 from vllm_module.runtime.sampling_params import StructuredOutputsParams
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
+_END = "<|the end of the output|>"
+
 
 class Grammar:
     """Where one sequence is in its grammar.
@@ -107,18 +109,18 @@ class Grammars:
 
     def _new_tokens(self) -> Any:
         from llguidance import LLTokenizer
+        from tokenizers import Tokenizer as FastTokenizer
 
         if self._tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer, and the checkpoint has none")
-        if not self._stop_token_ids:
-            raise ValueError(
-                "structured_outputs need an end token, and neither config.json nor "
-                "generation_config.json has an eos_token_id"
-            )
+        text, size, ends = self._tokenizer.to_str(), self._vocab_size, self._stop_token_ids
+        if not ends:  # the library needs one: it gets a token that no text has
+            extended = FastTokenizer.from_str(text)
+            extended.add_special_tokens([_END])
+            text, ends = extended.to_str(), [extended.token_to_id(_END)]
+            size = max(size, ends[0] + 1)
         try:
-            return LLTokenizer(
-                self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._stop_token_ids
-            )
+            return LLTokenizer(text, n_vocab=size, eos_token=ends)
         except ValueError as error:
             raise ValueError(
                 f"structured_outputs do not work with this tokenizer: {describe_error(error)}"
