@@ -18,6 +18,7 @@ from vllm_module.server.chat import chat_completions
 from vllm_module.server.completions import completions
 from vllm_module.server.endpoint import Answer, Endpoint, Keys, Right
 from vllm_module.server.errors import ApiError
+from vllm_module.server.messages import messages
 from vllm_module.server.protocol import (
     AbortBody,
     Body,
@@ -26,10 +27,13 @@ from vllm_module.server.protocol import (
     DetokenizeBody,
     EmbeddingBody,
     EmptyBody,
+    MessagesBody,
     PauseBody,
+    ResponsesBody,
     TokenizeBody,
     UpdateBody,
 )
+from vllm_module.server.responses import responses
 from vllm_module.server.state import State
 
 _Handler = Callable[[State, Any], Awaitable[Answer]]
@@ -41,6 +45,8 @@ ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
     ("GET", "/v1/models", "api", EmptyBody, operations.models),
     ("POST", "/v1/completions", "api", CompletionBody, completions),
     ("POST", "/v1/chat/completions", "api", ChatBody, chat_completions),
+    ("POST", "/v1/responses", "api", ResponsesBody, responses),
+    ("POST", "/v1/messages", "api", MessagesBody, messages),
     ("POST", "/v1/embeddings", "api", EmbeddingBody, tokens.embeddings),
     ("POST", "/tokenize", "api", TokenizeBody, tokens.tokenize),
     ("POST", "/detokenize", "api", DetokenizeBody, tokens.detokenize),

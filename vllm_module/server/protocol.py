@@ -84,6 +84,11 @@ class Body(Settings):
         except ValueError as error:
             raise field_error(error) from None
 
+    @classmethod
+    def told(cls, error: ApiError) -> dict[str, Any]:
+        """Return an error in the shape of the protocol."""
+        return error.body
+
 
 class StreamOptions(Settings):
     """Options of a stream."""
@@ -121,7 +126,7 @@ class ChatBody(GenerationBody):
         **_COMMON,
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "reasoning_effort": ("none",),
+        "reasoning": _ANY,
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -136,6 +141,7 @@ class ChatBody(GenerationBody):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: Any = None
+    reasoning_effort: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -143,6 +149,65 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+
+class MessagesBody(GenerationBody):
+    """The body of /v1/messages."""
+
+    unsupported = {
+        **_COMMON,
+        "thinking": _ANY,
+        "container": (),
+        "context_management": (),
+        "mcp_servers": ([],),
+        "output_config": _ANY,
+        "service_tier": ("auto", "standard_only"),
+    }
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    system: Any = None
+    stop_sequences: list[str] = []
+    tools: list[dict[str, Any]] = []
+    tool_choice: dict[str, Any] | None = None
+
+    @classmethod
+    def told(cls, error: ApiError) -> dict[str, Any]:
+        """Return an error as Anthropic's clients know it."""
+        kinds = {
+            401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+            413: "request_too_large", 503: "overloaded_error",
+        }  # fmt: skip
+        other = "api_error" if error.status >= 500 else "invalid_request_error"
+        kind = kinds.get(error.status, other)
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class ResponsesBody(GenerationBody):
+    """The body of /v1/responses."""
+
+    unsupported = {
+        **{name: values for name, values in _COMMON.items() if name not in ("metadata", "store")},
+        "store": (True, False),  # nothing is stored, and the answer says so
+        "background": (False,),
+        "include": ([],),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled", "auto"),
+    }
+    model: str
+    input: Any
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
 
 
 class EmbeddingBody(Body):
@@ -160,6 +225,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}

@@ -24,6 +24,7 @@ def new_id(kind: str) -> str:
 class Conversation(Protocol):
     """How the messages of a request become a prompt."""
 
+    reasoning_effort: str | None
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any]
@@ -92,6 +93,8 @@ class State:
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
         }
+        if options.reasoning_effort is not None:
+            variables["reasoning_effort"] = options.reasoning_effort
         if tools:
             variables["tools"] = list(tools)
         if options.continue_final_message:

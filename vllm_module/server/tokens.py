@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 from vllm_module.runtime.pooling_params import PoolingParams
-from vllm_module.server.chat import checked_messages
+from vllm_module.server.conversation import checked_messages
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import DetokenizeBody, EmbeddingBody, TokenizeBody
 from vllm_module.server.state import State
