@@ -77,6 +77,7 @@ class Served(NamedTuple):
     url: str
     state: State
     llm: Any  # an AsyncLLM
+    listener: Listener
 
     @property
     def port(self) -> int:
@@ -106,7 +107,8 @@ class Served(NamedTuple):
             b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         )
         lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
-        lines += [f"Content-Length: {len(data)}"] if data else []
+        kind = {"Content-Length": str(len(data)), "Content-Type": "application/json"}
+        headers = {**(kind if body is not None else {}), **headers}
         lines += [f"Authorization: Bearer {key}"] if key is not None else []
         lines += [f"{name}: {value}" for name, value in headers.items()]
         status, answer = self.send("\r\n".join([*lines, "", ""]).encode() + data)
@@ -123,7 +125,7 @@ def serving(
     listener = Listener(app, address or Address(port=0), **options)
     listener.start()
     try:
-        yield Served(listener.url, state, llm)
+        yield Served(listener.url, state, llm, listener)
     finally:
         while CLIENTS:
             CLIENTS.pop().close()

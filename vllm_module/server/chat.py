@@ -13,8 +13,8 @@ from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import (
-    Generation,
-    Piece,
+    Continuation,
+    ChoiceDelta,
     bounded,
     ranked,
     sampling_params,
@@ -28,8 +28,8 @@ _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that
 
 
 @dataclass
-class Part:
-    """A piece of a message; parts of one kind that follow each other are one text."""
+class TextPart:
+    """Text of one kind in a message; parts of one kind that follow each other are one text."""
 
     kind: Literal["content"]
     text: str
@@ -38,24 +38,24 @@ class Part:
 class Parser(Protocol):
     """Divides the text of a choice into parts.
 
-    For every split of a text, the parts of its pieces together are those of the whole.
+    For every split of a text, the parts of all pieces together are those of the whole.
     """
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[TextPart]:
         """Return the parts that are certain after more text."""
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[TextPart]:
         """Return the parts that the end of the text makes certain."""
 
 
 class ContentParser:
     """The parser of models without tools: all text is content."""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[TextPart]:
         """Return the text as content."""
-        return [Part("content", text)] if text else []
+        return [TextPart("content", text)] if text else []
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[TextPart]:
         """Return nothing: no text is held back."""
         return []
 
@@ -72,7 +72,7 @@ async def chat_completions(state: State, body: ChatBody) -> Answer:
     params = sampling_params(
         llm, body, max_tokens=most, logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
-    generation = Generation(
+    generation = Continuation(
         llm, state.histograms, new_id("chatcmpl"), [prompt], params, body.stream
     )
     answer = _Answer(state, body, generation)
@@ -115,7 +115,7 @@ def _refusal(message: str) -> ApiError:
 class _Answer:
     """The choices of one request, whole or as events."""
 
-    def __init__(self, state: State, body: ChatBody, generation: Generation) -> None:
+    def __init__(self, state: State, body: ChatBody, generation: Continuation) -> None:
         self._body, self._generation = body, generation
         self._parsers: dict[int, Parser] = {}
         self._new_parser = state.new_parser
@@ -128,51 +128,49 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         choices = []
-        async with aclosing(self._generation.pieces()) as pieces:
-            async for piece in pieces:
-                text = "".join(part.text for part in self._parts(piece))
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                text = "".join(part.text for part in self._parts(delta))
                 message = {"role": "assistant", "content": text, "refusal": None}
-                choices.append(self._choice(piece, "message", message))
+                choices.append(self._choice(delta, "message", message))
         choices.sort(key=lambda choice: choice["index"])
         return {**self._head, "choices": choices, "usage": self._generation.usage()}
 
     async def events(self) -> Events:
-        async with aclosing(self._generation.pieces()) as pieces:
-            async for piece in pieces:
-                if piece.first:
-                    delta = {"role": "assistant", "content": ""}
-                    choice = {"index": piece.index, "delta": delta, "logprobs": None}
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.first:
+                    message = {"role": "assistant", "content": ""}
+                    choice = {"index": delta.index, "delta": message, "logprobs": None}
                     yield {**self._head, "choices": [{**choice, "finish_reason": None}]}
-                delta = {}
-                for part in self._parts(piece):
-                    delta["content"] = delta.get("content", "") + part.text
-                choice = self._choice(piece, "delta", delta)
-                if delta or any(choice[key] for key in ("logprobs", "finish_reason", "token_ids")):
+                text = "".join(part.text for part in self._parts(delta))
+                choice = self._choice(delta, "delta", {"content": text} if text else {})
+                if text or any(choice[key] for key in ("logprobs", "finish_reason", "token_ids")):
                     yield {**self._head, "choices": [choice]}
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield {**self._head, "choices": [], "usage": self._generation.usage()}
 
-    def _parts(self, piece: Piece) -> list[Part]:
-        parser = self._parsers.setdefault(piece.index, self._new_parser())
-        parts = parser.feed(piece.text)
-        return parts + parser.end() if piece.finish_reason is not None else parts
+    def _parts(self, delta: ChoiceDelta) -> list[TextPart]:
+        parser = self._parsers.setdefault(delta.index, self._new_parser())
+        parts = parser.feed(delta.text)
+        return parts + parser.end() if delta.finish_reason is not None else parts
 
-    def _choice(self, piece: Piece, key: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, delta: ChoiceDelta, key: str, message: dict[str, Any]) -> dict[str, Any]:
         body = self._body
         choice = {
-            "index": piece.index,
+            "index": delta.index,
             key: message,
-            "logprobs": self._logprobs(piece) if body.logprobs and piece.token_ids else None,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-            "token_ids": piece.token_ids if body.return_token_ids else None,
+            "logprobs": self._logprobs(delta) if body.logprobs and delta.token_ids else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if body.return_token_ids else None,
         }
-        if body.return_token_ids and piece.first:
-            choice["prompt_token_ids"] = piece.output.prompt_token_ids
+        if body.return_token_ids and delta.first:
+            choice["prompt_token_ids"] = delta.output.prompt_token_ids
         return choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
         as_id, count = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0
 
         def entry(token: int, logprob: Logprob) -> dict[str, Any]:
@@ -184,6 +182,6 @@ class _Answer:
                 **entry(token, found[token]),
                 "top_logprobs": [entry(*each) for each in ranked(found)[:count]],
             }
-            for token, found in zip(piece.token_ids, piece.logprobs, strict=True)
+            for token, found in zip(delta.token_ids, delta.logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}

@@ -37,7 +37,7 @@ class Keys:
             return
         if right == "admin" and not self._admin:
             raise ApiError(403, "this is for operators: start the server with an admin key")
-        given = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
+        given = _header(scope, b"authorization")
         digest = _digest(given[7:] if given[:7].lower() == b"bearer " else b"")
         keys = self._admin if right == "admin" else self._api + self._admin
         if not sum(hmac.compare_digest(digest, key) for key in keys):  # every key is compared
@@ -45,6 +45,11 @@ class Keys:
                 401, "the key is missing or wrong: send 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
             )  # fmt: skip
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    """Return the first value of a header, or nothing."""
+    return next((value for name, value in scope["headers"] if name == wanted), b"")
 
 
 def _digest(key: bytes) -> bytes:
@@ -106,6 +111,9 @@ class Endpoint:
             ) from None
         if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
             return self._kind.of({})
+        kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # which a page of another origin cannot send unasked
+            raise ApiError(415, "send the body with 'Content-Type: application/json'")
         try:
             given = pydantic_core.from_json(data, allow_inf_nan=False)
         except ValueError as error:
@@ -115,7 +123,7 @@ class Endpoint:
     async def _receive(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._max_body_bytes
         too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
-        length = next((v for name, v in scope["headers"] if name == b"content-length"), b"0")
+        length = _header(scope, b"content-length")
         if length.isdigit() and int(length[:20]) > limit:
             raise too_large
         chunks, size, more = [], 0, True
