@@ -13,8 +13,8 @@ from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import (
-    Continuation,
     ChoiceDelta,
+    Continuation,
     bounded,
     ranked,
     sampling_params,
