@@ -283,6 +283,9 @@ def test_pause_ends_what_runs(llm: AsyncLLM, mode: Any) -> None:
         await until(lambda: llm.llm.engine.requests)
         pausing = asyncio.ensure_future(llm.pause(mode))
         second = asyncio.ensure_future(last(llm, [2], GREEDY))
+        third = asyncio.ensure_future(last(llm, [3], LONG))
+        await asyncio.sleep(0)
+        third.cancel()
         await pausing
         reason = (await first).outputs[0].finish_reason
         assert reason == {"abort": "abort", "wait": "length"}[mode]
@@ -290,6 +293,7 @@ def test_pause_ends_what_runs(llm: AsyncLLM, mode: Any) -> None:
         assert not second.done()
         await llm.resume()
         assert len(tokens(await second)[0]) == 12
+        assert not llm.llm.engine.requests, "the third has left before it was begun"
 
     run(paused())
     with pytest.raises(ValueError, match="mode should be 'abort', 'wait' or 'keep', got 'no'"):
