@@ -113,6 +113,18 @@ def test_tokens_are_those_of_llm(sync: LLM, llm: AsyncLLM, params: list[Sampling
     assert free(llm)
 
 
+def test_ranks_and_steps_that_overlap(sync: LLM, folder: Path) -> None:
+    """Two processes, with a step launched before the one before is read: the same tokens."""
+    expected = [tokens(each) for each in sync.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+    async def all_of_them() -> list[Any]:
+        settings = {"tensor_parallel_size": 2, "async_scheduling": True}
+        async with AsyncLLM(load(folder, **settings)) as llm:
+            return await asyncio.gather(*(last(llm, prompt, GREEDY) for prompt in PROMPTS))
+
+    assert [tokens(each) for each in run(all_of_them())] == expected
+
+
 def test_outputs_grow_and_the_last_is_whole(sync: LLM, llm: AsyncLLM) -> None:
     """Each output begins with the one before; without ``every_token`` there is only the last."""
 
