@@ -28,9 +28,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
-from vllm_module.server.app import Limits, application
+from vllm_module.server.app import application
 from vllm_module.server.chat import ContentParser
-from vllm_module.server.endpoint import Keys
+from vllm_module.server.endpoint import Keys, Limits
 from vllm_module.server.listener import Address, Listener
 from vllm_module.server.state import State
 

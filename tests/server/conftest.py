@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM
-from vllm_module.server.app import Limits, application
+from vllm_module.server.app import application
 from vllm_module.server.chat import ContentParser
-from vllm_module.server.endpoint import Keys
+from vllm_module.server.endpoint import Keys, Limits
 from vllm_module.server.listener import Address, Listener
 from vllm_module.server.state import State
 

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pydantic_core
@@ -56,6 +57,14 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The largest size of a body, and the longest time in which it has to arrive."""
+
+    body_bytes: int = 16 << 20
+    body_seconds: float = 30.0
+
+
 class Endpoint:
     """An ASGI application that answers one path.
 
@@ -64,9 +73,7 @@ class Endpoint:
             cancelled when the client goes away.
         kind: the class of the body; without fields, the request has none.
         right: who may ask.
-        keys: of the server.
-        max_body_bytes: largest size of a body.
-        body_seconds: longest time in which a body has to arrive.
+        keys, limits: of the server.
 
     """
 
@@ -76,11 +83,10 @@ class Endpoint:
         kind: type[Body],
         right: Right,
         keys: Keys,
-        max_body_bytes: int,
-        body_seconds: float,
+        limits: Limits,
     ) -> None:
-        self._handler, self._kind, self._right, self._keys = handler, kind, right, keys
-        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
+        self._handler, self._kind, self._right = handler, kind, right
+        self._keys, self._limits = keys, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -104,11 +110,10 @@ class Endpoint:
     async def _read(self, scope: Scope, receive: Receive) -> Body:
         """Receive a body within the limits, and check it."""
         try:
-            data = await asyncio.wait_for(self._receive(scope, receive), self._body_seconds)
+            seconds = self._limits.body_seconds
+            data = await asyncio.wait_for(self._receive(scope, receive), seconds)
         except asyncio.TimeoutError:
-            raise ApiError(
-                408, f"the body did not arrive within {self._body_seconds:g} s"
-            ) from None
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
         if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
             return self._kind.of({})
         kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
@@ -121,7 +126,7 @@ class Endpoint:
         return self._kind.of(given)
 
     async def _receive(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._max_body_bytes
+        limit = self._limits.body_bytes
         too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length[:20]) > limit:

@@ -160,9 +160,9 @@ def serve(
 @contextmanager
 def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, State]]:
     """Answer requests in a thread until the end of the block."""
-    from vllm_module.server.app import Limits, application
+    from vllm_module.server.app import application
     from vllm_module.server.chat import ContentParser
-    from vllm_module.server.endpoint import Keys
+    from vllm_module.server.endpoint import Keys, Limits
     from vllm_module.server.listener import Address, Listener
     from vllm_module.server.state import State
 
