@@ -125,7 +125,7 @@ def test_no_import_runs_upward_or_sideways() -> None:
 
 
 def test_the_house_stays_small() -> None:
-    """There are at most 23 rooms, and 125 pairs of rooms of which one imports the other."""
+    """There are at most 23 rooms, and 131 pairs of rooms of which one imports the other."""
     files = module_files(ROOT)
     known = {name.rsplit(".", up)[0] for name in files for up in range(name.count(".") + 1)}
     arrows = {
@@ -135,7 +135,7 @@ def test_the_house_stays_small() -> None:
         if imported in known and room_of(importer) != room_of(imported)
     }
     assert len(FLOOR_OF) <= 23
-    assert len(arrows) <= 125
+    assert len(arrows) <= 131
 
 
 def test_every_folder_of_the_house_is_walked() -> None:

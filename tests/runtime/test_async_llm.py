@@ -113,6 +113,18 @@ def test_tokens_are_those_of_llm(sync: LLM, llm: AsyncLLM, params: list[Sampling
     assert free(llm)
 
 
+def test_ranks_and_steps_that_overlap(sync: LLM, folder: Path) -> None:
+    """Two processes, with a step launched before the one before is read: the same tokens."""
+    expected = [tokens(each) for each in sync.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+    async def all_of_them() -> list[Any]:
+        settings = {"tensor_parallel_size": 2, "async_scheduling": True}
+        async with AsyncLLM(load(folder, **settings)) as llm:
+            return await asyncio.gather(*(last(llm, prompt, GREEDY) for prompt in PROMPTS))
+
+    assert [tokens(each) for each in run(all_of_them())] == expected
+
+
 def test_outputs_grow_and_the_last_is_whole(sync: LLM, llm: AsyncLLM) -> None:
     """Each output begins with the one before; without ``every_token`` there is only the last."""
 
@@ -283,6 +295,9 @@ def test_pause_ends_what_runs(llm: AsyncLLM, mode: Any) -> None:
         await until(lambda: llm.llm.engine.requests)
         pausing = asyncio.ensure_future(llm.pause(mode))
         second = asyncio.ensure_future(last(llm, [2], GREEDY))
+        third = asyncio.ensure_future(last(llm, [3], LONG))
+        await asyncio.sleep(0)
+        third.cancel()
         await pausing
         reason = (await first).outputs[0].finish_reason
         assert reason == {"abort": "abort", "wait": "length"}[mode]
@@ -290,6 +305,7 @@ def test_pause_ends_what_runs(llm: AsyncLLM, mode: Any) -> None:
         assert not second.done()
         await llm.resume()
         assert len(tokens(await second)[0]) == 12
+        assert not llm.llm.engine.requests, "the third has left before it was begun"
 
     run(paused())
     with pytest.raises(ValueError, match="mode should be 'abort', 'wait' or 'keep', got 'no'"):

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM
-from vllm_module.server.app import Limits, application
-from vllm_module.server.endpoint import Keys
+from vllm_module.server.app import application
+from vllm_module.server.endpoint import Keys, Limits
 from vllm_module.server.listener import Address, Listener
 from vllm_module.server.state import State
 
@@ -76,6 +76,7 @@ class Served(NamedTuple):
     url: str
     state: State
     llm: Any  # an AsyncLLM
+    listener: Listener
 
     @property
     def port(self) -> int:
@@ -105,7 +106,8 @@ class Served(NamedTuple):
             b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         )
         lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
-        lines += [f"Content-Length: {len(data)}"] if data else []
+        kind = {"Content-Length": str(len(data)), "Content-Type": "application/json"}
+        headers = {**(kind if body is not None else {}), **headers}
         lines += [f"Authorization: Bearer {key}"] if key is not None else []
         lines += [f"{name}: {value}" for name, value in headers.items()]
         status, answer = self.send("\r\n".join([*lines, "", ""]).encode() + data)
@@ -122,7 +124,7 @@ def serving(
     listener = Listener(app, address or Address(port=0), **options)
     listener.start()
     try:
-        yield Served(listener.url, state, llm)
+        yield Served(listener.url, state, llm, listener)
     finally:
         while CLIENTS:
             CLIENTS.pop().close()

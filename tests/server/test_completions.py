@@ -38,7 +38,9 @@ def streamed(server: Any, **body: Any) -> dict[int, Any]:
 
 def test_texts_are_those_of_llm(server: Any, sync: LLM) -> None:
     """Greedy and seeded, alone and in a list, with several samples, whole and streamed."""
-    for body in (GREEDY, {"temperature": 1.2, "seed": 5, "n": 3, "max_tokens": 8, "top_p": 0.9}):
+    several = {"temperature": 1.2, "seed": 5, "n": 3, "top_p": 0.9}
+    ends = {"max_tokens": 40, "stop": list("aeinorst <{0123456789")}  # at different times
+    for body in (GREEDY, {**several, "max_tokens": 8}, {**several, **ends}):
         expected = [
             (sample.text, sample.finish_reason)
             for output in sync.generate(TEXTS, SamplingParams(**body), use_tqdm=False)

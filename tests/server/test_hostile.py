@@ -11,7 +11,7 @@ import pytest
 
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-    "Authorization: Bearer sk-two\r\n"
+    "Authorization: Bearer sk-two\r\nContent-Type: application/json\r\n"
 )
 GOOD = {"prompt": "hello", "temperature": 0, "max_tokens": 5}
 
@@ -44,6 +44,14 @@ def test_a_broken_body_is_a_400(server: Any, what: str) -> None:
     assert answer["error"]["message"]
     assert len(json.dumps(answer)) < 2000
     assert server.ask("POST", "/v1/completions", GOOD)[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_page_of_another_origin_cannot_ask(server: Any, kind: str) -> None:
+    """Its browser sends these types without asking the server first: they are refused."""
+    headers = {"Content-Type": kind}
+    code, answer = server.ask("POST", "/v1/completions", GOOD, **headers)
+    assert (code, "application/json" in answer["error"]["message"]) == (415, True)
 
 
 def test_other_paths_and_methods(server: Any) -> None:

@@ -161,6 +161,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Any, stream: bool) -> None
     body = json.dumps({**LONG, "stream": stream}).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-two\r\n"
+        "Content-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -189,6 +190,26 @@ def test_loading(start: Any) -> None:
         assert server.ask("GET", "/version")[0] == 200
         code, answer = server.ask("POST", "/pause", {}, ADMIN)
         assert (code, answer["error"]["type"]) == (403, "permission_error")
+
+
+def test_the_first_stop_waits_and_the_second_does_not(start: Any, engine: Any) -> None:
+    """Between them a stream goes on, and nobody else is answered."""
+    with start(AsyncLLM(engine())) as server:
+        stream = server.client().completions.create(model="tiny", stream=True, n=60, **LONG)
+        next(stream)
+        server.listener.stop()
+        until(lambda: not _answers(server.port))
+        assert next(stream).choices
+        server.listener.stop()
+        with pytest.raises(Exception, match=r"(?i)connection|closed|incomplete"):
+            for _ in stream:
+                pass
+        until(lambda: free(server))
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_unix_socket_and_tls(start: Any, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from starlette.routing import Route
 from vllm_module.server import operations, tokens
 from vllm_module.server.chat import chat_completions
 from vllm_module.server.completions import completions
-from vllm_module.server.endpoint import Answer, Endpoint, Keys, Right
+from vllm_module.server.endpoint import Answer, Endpoint, Keys, Limits, Right
 from vllm_module.server.errors import ApiError
 from vllm_module.server.messages import messages
 from vllm_module.server.protocol import (
@@ -58,28 +57,12 @@ ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a request may take.
-
-    Attributes:
-        body_bytes: largest size of a body.
-        body_seconds: longest time in which a body has to arrive.
-
-    """
-
-    body_bytes: int = 16 << 20
-    body_seconds: float = 30.0
-
-
 def application(state: State, keys: Keys, limits: Limits) -> Starlette:
     """Return the application of a server."""
     routes = [
         Route(
             path,
-            Endpoint(
-                partial(handler, state), kind, right, keys, limits.body_bytes, limits.body_seconds
-            ),
+            Endpoint(partial(handler, state), kind, right, keys, limits),
             methods=[method],
         )
         for method, path, right, kind, handler in ROUTES

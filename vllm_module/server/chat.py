@@ -11,7 +11,7 @@ from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.generation import Piece, bounded, ranked, token_text
+from vllm_module.server.generation import ChoiceDelta, bounded, ranked, token_text
 from vllm_module.server.growing_text import Delta
 from vllm_module.server.protocol import ChatBody
 from vllm_module.server.state import State
@@ -86,7 +86,7 @@ class _Answer:
                 found.setdefault("tool_calls", []).append({"index": number, **call_entry(call)})
         return found
 
-    def _choice(self, piece: Piece, key: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, piece: ChoiceDelta, key: str, message: dict[str, Any]) -> dict[str, Any]:
         body = self._body
         calls = piece.finish_reason == "stop" and self._shown.get(piece.index)
         choice = {
@@ -101,7 +101,7 @@ class _Answer:
             choice["prompt_token_ids"] = piece.output.prompt_token_ids
         return choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: ChoiceDelta) -> dict[str, Any]:
         as_id, count = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0
 
         def entry(token: int, logprob: Logprob) -> dict[str, Any]:

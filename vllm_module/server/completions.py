@@ -11,8 +11,8 @@ from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import (
-    Generation,
-    Piece,
+    ChoiceDelta,
+    Continuation,
     bounded,
     completion_logprobs,
     ranked,
@@ -36,7 +36,7 @@ async def completions(state: State, body: CompletionBody) -> Answer:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    generation = Generation(llm, state.histograms, new_id("cmpl"), prompts, params, body.stream)
+    generation = Continuation(llm, state.histograms, new_id("cmpl"), prompts, params, body.stream)
     answer = _Answer(state, body, generation)
     return answer.events() if body.stream else await answer.whole()
 
@@ -44,7 +44,7 @@ async def completions(state: State, body: CompletionBody) -> Answer:
 class _Answer:
     """The choices of one request, whole or as events."""
 
-    def __init__(self, state: State, body: CompletionBody, generation: Generation) -> None:
+    def __init__(self, state: State, body: CompletionBody, generation: Continuation) -> None:
         self._state, self._body, self._generation = state, body, generation
         self._generates = body.max_tokens != 0
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
@@ -56,16 +56,16 @@ class _Answer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._generation.pieces()) as pieces:
-            choices = [self._choice(piece) async for piece in pieces]
+        async with aclosing(self._generation.deltas()) as deltas:
+            choices = [self._choice(delta) async for delta in deltas]
         choices.sort(key=lambda choice: choice["index"])
         usage = self._generation.usage(self._generates)
         return {**self._head, "choices": choices, "usage": usage}
 
     async def events(self) -> Events:
-        async with aclosing(self._generation.pieces()) as pieces:
-            async for piece in pieces:
-                choice = self._choice(piece)
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                choice = self._choice(delta)
                 if any(choice[key] for key in ("text", "logprobs", "finish_reason", "token_ids")):
                     yield {**self._head, "choices": [choice], "usage": None}
         options = self._body.stream_options
@@ -73,39 +73,39 @@ class _Answer:
             usage = self._generation.usage(self._generates)
             yield {**self._head, "choices": [], "usage": usage}
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         body = self._body
-        echoed = body.echo and piece.first
-        before = self._prompt_text(piece) if echoed else ""
-        ids = piece.token_ids if self._generates else []
+        echoed = body.echo and delta.first
+        before = self._prompt_text(delta) if echoed else ""
+        ids = delta.token_ids if self._generates else []
         choice = {
-            "index": piece.index,
-            "text": before + (piece.text if self._generates else ""),
-            "logprobs": self._logprobs(piece, echoed) if body.logprobs is not None else None,
-            "finish_reason": piece.finish_reason if self._generates or not piece.finish_reason
+            "index": delta.index,
+            "text": before + (delta.text if self._generates else ""),
+            "logprobs": self._logprobs(delta, echoed) if body.logprobs is not None else None,
+            "finish_reason": delta.finish_reason if self._generates or not delta.finish_reason
             else "length",
-            "stop_reason": piece.stop_reason if self._generates else None,
+            "stop_reason": delta.stop_reason if self._generates else None,
             "token_ids": ids if body.return_token_ids else None,
         }  # fmt: skip
-        if body.return_token_ids and piece.first:
-            choice["prompt_token_ids"] = piece.output.prompt_token_ids
+        if body.return_token_ids and delta.first:
+            choice["prompt_token_ids"] = delta.output.prompt_token_ids
         return choice
 
-    def _prompt_text(self, piece: Piece) -> str:
-        if piece.output.prompt is not None:
-            return piece.output.prompt
-        return self._state.tokenizer().decode(piece.output.prompt_token_ids, False)
+    def _prompt_text(self, delta: ChoiceDelta) -> str:
+        if delta.output.prompt is not None:
+            return delta.output.prompt
+        return self._state.tokenizer().decode(delta.output.prompt_token_ids, False)
 
-    def _logprobs(self, piece: Piece, echoed: bool) -> dict[str, Any]:
+    def _logprobs(self, delta: ChoiceDelta, echoed: bool) -> dict[str, Any]:
         entries: list[tuple[int, Mapping[int, Logprob] | None]] = []
         if echoed:
-            ids = piece.output.prompt_token_ids
-            entries += zip(ids, piece.output.prompt_logprobs or [None] * len(ids), strict=True)
+            ids = delta.output.prompt_token_ids
+            entries += zip(ids, delta.output.prompt_logprobs or [None] * len(ids), strict=True)
         if self._generates:
-            entries += zip(piece.token_ids, piece.logprobs, strict=True)
-        start = self._offsets.get(piece.index, 0)
+            entries += zip(delta.token_ids, delta.logprobs, strict=True)
+        start = self._offsets.get(delta.index, 0)
         found = completion_logprobs(self._tokens(entries), start)
-        self._offsets[piece.index] = start + sum(map(len, found["tokens"]))
+        self._offsets[delta.index] = start + sum(map(len, found["tokens"]))
         return found
 
     def _tokens(

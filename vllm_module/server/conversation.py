@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.errors import ApiError
-from vllm_module.server.generation import Generation, Piece, sampling_params
+from vllm_module.server.generation import ChoiceDelta, Continuation, sampling_params
 from vllm_module.server.growing_text import Delta
 from vllm_module.server.parsers import Parser
 from vllm_module.server.protocol import ChatBody
@@ -34,13 +34,15 @@ class Conversation:
 
     """
 
-    def __init__(self, form: AnswerForm, prompt: Mapping[str, Any], generation: Generation) -> None:
+    def __init__(
+        self, form: AnswerForm, prompt: Mapping[str, Any], generation: Continuation
+    ) -> None:
         self._form, self._prompt = form, prompt
         self._parsers: dict[int, Parser] = {}
         self.generation = generation
         self.prompt_tokens = len(prompt["prompt_token_ids"])
         self.calls: dict[int, int] = {}
-        self.last: Piece | None = None
+        self.last: ChoiceDelta | None = None
 
     @staticmethod
     async def begin(state: State, body: ChatBody, kind: str) -> Conversation:
@@ -59,16 +61,18 @@ class Conversation:
             structured_outputs=form.structured_outputs,
             skip_special_tokens=False if shows_special else None,
         )
-        generation = Generation(llm, state.histograms, new_id(kind), [prompt], params, body.stream)
+        generation = Continuation(
+            llm, state.histograms, new_id(kind), [prompt], params, body.stream
+        )
         return Conversation(form, prompt, generation)
 
-    async def turns(self) -> AsyncGenerator[tuple[Piece, list[Delta]], None]:
+    async def turns(self) -> AsyncGenerator[tuple[ChoiceDelta, list[Delta]], None]:
         """Yield what is new of each choice, and the parts that its text has become."""
-        async with aclosing(self.generation.pieces()) as pieces:
+        async with aclosing(self.generation.deltas()) as pieces:
             async for piece in pieces:
                 yield piece, self._deltas(piece)
 
-    def _deltas(self, piece: Piece) -> list[Delta]:
+    def _deltas(self, piece: ChoiceDelta) -> list[Delta]:
         parser = self._parsers.get(piece.index)
         if parser is None:
             parser = self._parsers[piece.index] = self._form.parser(self._prompt["prompt"])

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pydantic_core
@@ -37,8 +38,9 @@ class Keys:
             return
         if right == "admin" and not self._admin:
             raise ApiError(403, "this is for operators: start the server with an admin key")
-        given = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
-        digest = _digest(given[7:] if given[:7].lower() == b"bearer " else b"")
+        given = _header(scope, b"authorization")
+        own = given[7:] if given[:7].lower() == b"bearer " else b""
+        digest = _digest(own or _header(scope, b"x-api-key"))  # the latter is Anthropic's
         keys = self._admin if right == "admin" else self._api + self._admin
         if not sum(hmac.compare_digest(digest, key) for key in keys):  # every key is compared
             raise ApiError(
@@ -47,8 +49,21 @@ class Keys:
             )  # fmt: skip
 
 
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    """Return the first value of a header, or nothing."""
+    return next((value for name, value in scope["headers"] if name == wanted), b"")
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest size of a body, and the longest time in which it has to arrive."""
+
+    body_bytes: int = 16 << 20
+    body_seconds: float = 30.0
 
 
 class Endpoint:
@@ -59,9 +74,7 @@ class Endpoint:
             cancelled when the client goes away.
         kind: the class of the body; without fields, the request has none.
         right: who may ask.
-        keys: of the server.
-        max_body_bytes: largest size of a body.
-        body_seconds: longest time in which a body has to arrive.
+        keys, limits: of the server.
 
     """
 
@@ -71,11 +84,10 @@ class Endpoint:
         kind: type[Body],
         right: Right,
         keys: Keys,
-        max_body_bytes: int,
-        body_seconds: float,
+        limits: Limits,
     ) -> None:
-        self._handler, self._kind, self._right, self._keys = handler, kind, right, keys
-        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
+        self._handler, self._kind, self._right = handler, kind, right
+        self._keys, self._limits = keys, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -85,7 +97,7 @@ class Endpoint:
         except _GoneError:
             return
         except ApiError as error:
-            await send_json(send, error.status, error.body)
+            await send_json(send, error.status, self._kind.told(error))
             return
         work = asyncio.ensure_future(self._work(body, send))
         gone = asyncio.ensure_future(_until_gone(receive))
@@ -99,13 +111,15 @@ class Endpoint:
     async def _read(self, scope: Scope, receive: Receive) -> Body:
         """Receive a body within the limits, and check it."""
         try:
-            data = await asyncio.wait_for(self._receive(scope, receive), self._body_seconds)
+            seconds = self._limits.body_seconds
+            data = await asyncio.wait_for(self._receive(scope, receive), seconds)
         except asyncio.TimeoutError:
-            raise ApiError(
-                408, f"the body did not arrive within {self._body_seconds:g} s"
-            ) from None
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
         if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
             return self._kind.of({})
+        kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # which a page of another origin cannot send unasked
+            raise ApiError(415, "send the body with 'Content-Type: application/json'")
         try:
             given = pydantic_core.from_json(data, allow_inf_nan=False)
         except ValueError as error:
@@ -113,9 +127,9 @@ class Endpoint:
         return self._kind.of(given)
 
     async def _receive(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._max_body_bytes
+        limit = self._limits.body_bytes
         too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
-        length = next((v for name, v in scope["headers"] if name == b"content-length"), b"0")
+        length = _header(scope, b"content-length")
         if length.isdigit() and int(length[:20]) > limit:
             raise too_large
         chunks, size, more = [], 0, True
@@ -134,13 +148,38 @@ class Endpoint:
         try:
             answer = await self._handler(body)
             if isinstance(answer, AsyncGenerator):
-                await _send_events(send, answer)
+                await self._send_events(send, answer)
             elif isinstance(answer, str):
                 await _send(send, 200, b"text/plain; charset=utf-8", answer.encode())
             else:
                 await send_json(send, 200, answer)
         except Exception as error:
-            await send_json(send, *_told(error))
+            told = _told(error)
+            await send_json(send, told.status, self._kind.told(told))
+
+    async def _send_events(self, send: Send, events: Events) -> None:
+        """Send server-sent events; an error before the first one is raised, and later is one.
+
+        Events that have a type are named by it. Others are OpenAI's chunks, which ``[DONE]`` ends,
+        unless an error does.
+        """
+        async with aclosing(events):
+            first = await anext(events)
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # nginx would hold events back
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send(_event(first))
+            end = b"" if "type" in first else b"data: [DONE]\n\n"
+            try:
+                async for each in events:
+                    await send(_event(each))
+            except Exception as error:
+                await send(_event(self._kind.told(_told(error))))
+                end = b""
+        await send({"type": "http.response.body", "body": end})
 
 
 class _GoneError(Exception):
@@ -152,16 +191,22 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _told(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body for an error; log those that are no client's."""
+def _told(error: Exception) -> ApiError:
+    """Return what a client is told of an error; log those that are no client's."""
     told = as_api_error(error)
     if told.status == 500:
         _log.error("a request failed: %s", told.message, exc_info=error)
-    return told.status, told.body
+    return told
 
 
 def _encode(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def _event(value: dict[str, Any]) -> Message:
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    body = b"%bdata: %b\n\n" % (name, _encode(value))
+    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 async def send_json(send: Send, status: int, value: object) -> None:
@@ -177,32 +222,3 @@ async def _send(send: Send, status: int, kind: bytes, data: bytes) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
-
-
-async def _send_events(send: Send, events: Events) -> None:
-    """Send server-sent events, and ``[DONE]`` at the end.
-
-    An error before the first event is raised; a later one is an event, without ``[DONE]``.
-    """
-
-    def event(value: object) -> Message:
-        body = b"data: %b\n\n" % _encode(value)
-        return {"type": "http.response.body", "body": body, "more_body": True}
-
-    async with aclosing(events):
-        first = await anext(events)
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx would hold events back
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send(event(first))
-        end = b"data: [DONE]\n\n"
-        try:
-            async for each in events:
-                await send(event(each))
-        except Exception as error:
-            await send(event(_told(error)[1]))
-            end = b""
-    await send({"type": "http.response.body", "body": end})

@@ -1,4 +1,4 @@
-"""What answers of text have in common: parameters, pieces of choices, logprobs, usage."""
+"""What answers of text have in common: parameters, deltas of choices, logprobs, usage."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def sampling_params(llm: AsyncLLM, body: GenerationBody, **more: Any) -> Samplin
 
 
 @dataclass
-class Piece:
+class ChoiceDelta:
     """What is new of a choice.
 
     Attributes:
         index: number of the choice: the prompt's samples follow those of the prompt before.
         output: the request of the choice, so far.
         text, token_ids, logprobs: new ones.
-        first: True for the first piece of the choice.
-        finish_reason, stop_reason: in its last piece.
+        first: True for the first delta of the choice.
+        finish_reason, stop_reason: in its last delta.
 
     """
 
@@ -61,12 +61,12 @@ class _Sent:
 
 
 @dataclass
-class Generation:
+class Continuation:
     """The prompts of one request, which are continued together.
 
     Attributes:
         name: id of the request.
-        stream: whether there is a piece for each new token; else one for each choice.
+        stream: whether there is a delta for each new token; else one for each choice.
 
     """
 
@@ -78,7 +78,7 @@ class Generation:
     stream: bool
     _outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield what is new of each choice. Raises ``ApiError`` if the engine fails on one."""
         sent: dict[int, _Sent] = {}
         outputs = self.llm.serve(self.prompts, self.params, self.name, every_token=self.stream)
@@ -95,7 +95,7 @@ class Generation:
                     ids = sample.token_ids[done.tokens :]
                     if done.ended or not (ids or sample.finish_reason):
                         continue
-                    yield Piece(
+                    yield ChoiceDelta(
                         index,
                         output,
                         sample.text[done.characters :],

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_module.server.growing_text import Delta, Text, begins, skip_space, until
-from vllm_module.server.tool_formats import FORMATS, Parse, Types
+from vllm_module.server.tool_formats import CHOSEN, FORMATS, Parse, Types, chosen
 
 # What a chat template writes around calls, and the format that this tells; the first counts.
 _TOLD_BY = {
@@ -50,7 +50,7 @@ class Parser:
         reasons: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        if name is not None and name not in FORMATS:
+        if name not in (None, CHOSEN, *FORMATS):
             raise ValueError(f"no format of tool calls is named {name!r}: {', '.join(FORMATS)}")
         self._text = Text()
         self._parse = _message(self._text, name, reasoning, reasons, types_of(tools))
@@ -100,7 +100,8 @@ def _message(
     if name is None:
         yield from until(text, (), "content")
     else:
-        yield from FORMATS[name](text, types)
+        read = chosen if name == CHOSEN else FORMATS[name]
+        yield from read(text, types)
 
 
 def format_of(template: str) -> str | None:

@@ -100,6 +100,7 @@ class StreamOptions(Settings):
 class GenerationBody(Body):
     """What requests for text have in common."""
 
+    model: str
     sampling: dict[str, Any] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None

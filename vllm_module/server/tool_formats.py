@@ -227,7 +227,7 @@ def _calls_or(raw: str, calls: Sequence[ToolCall | None]) -> list[Delta]:
     return [Delta(tool_call=call) for call in calls]
 
 
-def _chosen(text: Text, types: Types) -> Parse:
+def chosen(text: Text, types: Types) -> Parse:
     """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write."""
     body = yield from take_json(text)
     if body is not None:
@@ -247,5 +247,4 @@ FORMATS: dict[str, Format] = {
     "deepseek": _deepseek,
     "kimi": _kimi,
     "harmony": _harmony,
-    CHOSEN: _chosen,
 }

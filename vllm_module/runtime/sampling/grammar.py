@@ -117,8 +117,8 @@ class Grammars:
         if not ends:  # the library needs one: it gets a token that no text has
             extended = FastTokenizer.from_str(text)
             extended.add_special_tokens([_END])
-            text, ends = extended.to_str(), [extended.token_to_id(_END)]
-            size = max(size, ends[0] + 1)
+            text, end = extended.to_str(), int(extended.token_to_id(_END) or 0)
+            ends, size = [end], max(size, end + 1)
         try:
             return LLTokenizer(text, n_vocab=size, eos_token=ends)
         except ValueError as error:
