@@ -19,6 +19,7 @@ from vllm_module import layers
 
 PUBLIC = [
     "LLM",
+    "AsyncLLM",
     "BasevLLMParameter",
     "BeamSearchParams",
     "CompletionOutput",
@@ -30,6 +31,7 @@ PUBLIC = [
     "QuantizationConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "WeightLoadError",
@@ -84,12 +86,24 @@ LLM.sleep(self, level=1, **options)
 LLM.wake_up(self, tags=None)
 LLM.reload_weights(self)
 LLM.close(self)
+AsyncLLM(model, *, max_waiting=1024, **arguments)
+AsyncLLM.generate(self, prompt, sampling_params=None, request_id=None, *, every_token=True)
+AsyncLLM.serve(self, prompts, sampling_params=None, request_id=None, *, every_token=False)
+AsyncLLM.call(self, function)
+AsyncLLM.abort(self, request_id)
+AsyncLLM.pause(self, mode='abort', *, clear_cache=True)
+AsyncLLM.resume(self)
+AsyncLLM.update_weights(self, weights, *, digests=None)
+AsyncLLM.embed(self, prompts, **options)
+AsyncLLM.check_health(self)
+AsyncLLM.close(self)
 SamplingParams(*positional, n=1, presence_penalty=0.0, frequency_penalty=0.0,
     repetition_penalty=1.0, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None,
     stop=<factory>, stop_token_ids=<factory>, ignore_eos=False, max_tokens=16, min_tokens=0,
     logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True,
     spaces_between_special_tokens=True, include_stop_str_in_output=False, logit_bias=None,
-    allowed_token_ids=None, extra_args=None, bad_words=<factory>)
+    allowed_token_ids=None, structured_outputs=None, extra_args=None, bad_words=<factory>)
+StructuredOutputsParams(*, json=None, regex=None, choice=None, grammar=None, json_object=None)
 PoolingParams(use_activation=None, dimensions=None)
 BeamSearchParams(beam_width, max_tokens, ignore_eos=False, temperature=0.0, length_penalty=1.0,
     include_stop_str_in_output=False, skip_special_tokens=True)

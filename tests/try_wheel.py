@@ -21,7 +21,7 @@ CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 # Imports each of our modules; those of an extra that is not installed must name that extra.
 IMPORT_ALL = """
 import pkgutil, sys, vllm_module
-needs = {"vllm_module.testing": "vllm-module[testing]"}
+needs = {"vllm_module.testing": "vllm-module[testing]", "vllm_module.server": "vllm-module[serve]"}
 def failed(name):
     error = sys.exc_info()[1]
     assert needs.get(name, "no extra") in str(error), f"{name}: {error!r}"
@@ -75,7 +75,9 @@ EXTRAS = {
     "fuzz": ("import atheris", "No module named"),
     "lint": ("import mypy, ruff", "No module named"),
     "plot": (PLOT, "vllm-module[plot]"),
+    "serve": ("import vllm_module.server.app", "vllm-module[serve]"),
     "stores": ("import obstore", "No module named"),
+    "structured-outputs": ("import llguidance", "No module named"),
     "test": ("import build, hypothesis, pytest, transformers, xdist", "No module named"),
     "testing": (LAW, "vllm-module[testing]"),
     "transformers": (WRAPPED, "vllm-module[transformers]"),

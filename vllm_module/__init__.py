@@ -15,18 +15,20 @@ if TYPE_CHECKING:
     from vllm_module.distributed import tensor_parallel
     from vllm_module.errors import WeightLoadError
     from vllm_module.parameters import BasevLLMParameter
+    from vllm_module.runtime.async_llm import AsyncLLM
     from vllm_module.runtime.beam_search import BeamSearchParams
     from vllm_module.runtime.engine_args import EngineArgs
     from vllm_module.runtime.llm import LLM
     from vllm_module.runtime.outputs import CompletionOutput, RequestOutput
     from vllm_module.runtime.pooling_params import PoolingParams
-    from vllm_module.runtime.sampling_params import SamplingParams
+    from vllm_module.runtime.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm_module.runtime.text.prompts import TextPrompt, TokensPrompt
     from vllm_module.weights.source import register_source
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "AsyncLLM": "vllm_module.runtime.async_llm",
             "BasevLLMParameter": "vllm_module.parameters",
             "BeamSearchParams": "vllm_module.runtime.beam_search",
             "CompletionOutput": "vllm_module.runtime.outputs",
@@ -39,6 +41,7 @@ else:
             "QuantizationConfig": "vllm_module.config",
             "RequestOutput": "vllm_module.runtime.outputs",
             "SamplingParams": "vllm_module.runtime.sampling_params",
+            "StructuredOutputsParams": "vllm_module.runtime.sampling_params",
             "TextPrompt": "vllm_module.runtime.text.prompts",
             "TokensPrompt": "vllm_module.runtime.text.prompts",
             "WeightLoadError": "vllm_module.errors",
@@ -53,6 +56,7 @@ else:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BasevLLMParameter",
     "BeamSearchParams",
     "CompletionOutput",
@@ -64,6 +68,7 @@ __all__ = [
     "QuantizationConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "WeightLoadError",

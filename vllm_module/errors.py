@@ -74,3 +74,7 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.ranks = tuple(sorted(ranks))
         self.recoverable = recoverable
+
+
+class EngineBusyError(RuntimeError):
+    """An engine has as many requests as it accepts; the message has the numbers."""

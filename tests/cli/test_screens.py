@@ -44,6 +44,7 @@ SCREENS: dict[str, tuple[tuple[str, ...], str]] = {
             "load",
             "generate",
             "chat",
+            "serve",
             "bench",
             "shard",
             "convert",

@@ -81,13 +81,13 @@ def test_tokens_of_logprobs_get_their_text_once() -> None:
     tokenizer: Any = SimpleNamespace(decode=decode)
     known = Logprob(-1.0, 1, "known")
     entries: list[dict[int, Logprob] | None] = [
-        None, {3: Logprob(-1.0, 1), 5: Logprob(-2.0, 2), 6: Logprob(-3.0, 3)}, {}, {4: known},
+        None, {4: known}, {}, {3: Logprob(-1.0, 1), 5: Logprob(-2.0, 2), 6: Logprob(-3.0, 3)},
     ]  # fmt: skip
     decode_logprobs(entries, tokenizer)
     decode_logprobs(None, tokenizer)
     assert asked == [([3], False), ([5], False), ([6], False)]
     assert [{t: each.decoded_token for t, each in (entry or {}).items()} for entry in entries] == [
-        {}, {3: "<3>", 5: None, 6: "<6>"}, {}, {4: "known"},
+        {}, {4: "known"}, {}, {3: "<3>", 5: None, 6: "<6>"},
     ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from vllm_module.cli.commands.generate import generate
 from vllm_module.cli.commands.inspect import inspect
 from vllm_module.cli.commands.load import load
 from vllm_module.cli.commands.plan import plan
+from vllm_module.cli.commands.serve import serve
 from vllm_module.cli.commands.shard import shard
 from vllm_module.cli.demo.command import demo
 from vllm_module.cli.options import UsageError, expanded
@@ -30,6 +31,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     "torchrun --nproc-per-node 2 -m vllm_module.cli load ./Qwen3-8B",
     generate: 'vllm-module generate ./Qwen3-0.6B --tp 2 --prompt "The sky is"',
     chat: "vllm-module chat ./Qwen3-0.6B --temperature 0.7 --top-p 0.9",
+    serve: "vllm-module serve ./Qwen3-0.6B --port 8000",
     bench: "vllm-module bench ./Qwen3-0.6B --input-len 512 --concurrency 32",
     check: "vllm-module check ./Qwen3-0.6B --dtype float32 --tp 2",
     shard: "vllm-module shard ./Qwen3-8B --tp 8 --quantization fp8 --out ./Qwen3-8B-fp8-tp8",

@@ -33,9 +33,12 @@ def serving(
     precision: DTypeOptions,
     model: ModelOptions,
     devices: DeviceOptions,
+    encoders: bool = False,
     **engine: Any,
 ) -> Iterator[LLM]:
     """Load a checkpoint into an engine, and close the engine at the end of the block.
+
+    Encoders, which generate no text, are refused unless ``encoders`` is true.
 
     Under torchrun, only rank 0 gets to the block. The other ranks run the model until rank 0
     closes the engine, and then exit from the command.
@@ -70,7 +73,7 @@ def serving(
     except (RankError, ValueError, *REFUSALS) as error:
         _refuse(error)
     with llm:
-        if llm.no_text:
+        if llm.no_text and not encoders:
             raise CommandError(llm.no_text)
         try:
             yield llm

@@ -177,7 +177,6 @@ SAMPLING_ARGUMENTS: Accepted = {
     "skip_clone": (False, ...),
     "skip_reading_prefix_cache": (None, False),
     "stream_interval": (None, 1),
-    "structured_outputs": (None,),
     "thinking_token_budget": (None, -1),
     "trace_decode_token_ids": (None, []),
     "truncate_prompt_tokens": (None,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.runtime.transfers import Wait, synchronize
 
 Indexed = Iterator[tuple[int, RequestOutput]]
+_Output = TypeVar("_Output")
 
 _log = logging.getLogger(__name__)
 
@@ -86,17 +88,18 @@ class Engine(Requests):
 
     def serve(
         self,
-        requests: Iterable[Request | RequestOutput],
-        output: Callable[[Request], RequestOutput],
+        requests: Iterable[Request | _Output | None],
+        output: Callable[[Request], _Output],
         concurrency: int | None = None,
         every_token: bool = False,
         on_step: Callable[[StepStats], object] | None = None,
-    ) -> Indexed:
+    ) -> Iterator[tuple[int, _Output]]:
         """Step until all requests have ended; yield the index and the output of each that ends.
 
         Args:
             requests: requests of this engine, read while fewer than ``concurrency`` of them run. An
-                output among them, of a prompt that is refused, is yielded as it is.
+                output among them, of a prompt that is refused, is yielded as it is. After ``None``,
+                which is for no request now, the running ones go on.
             output: returns a request's output so far.
             concurrency: most requests that run at the same time; by default all.
             every_token: whether the output so far is yielded after each new token, too.
@@ -106,17 +109,23 @@ class Engine(Requests):
 
         """
         running: dict[Request, tuple[int, int]] = {}  # to its index, and its tokens yielded so far
-        coming: Iterator[tuple[int, Request | RequestOutput]] | None = enumerate(requests)
+        coming: Iterator[Request | _Output | None] | None = iter(requests)
+        taken = 0
         try:
             while running or coming:
                 while coming and len(running) != concurrency:
-                    index, request = next(coming, (-1, None))
-                    if request is None:
+                    try:
+                        request = next(coming)
+                    except StopIteration:
                         coming = None
-                    elif isinstance(request, RequestOutput):
-                        yield index, request
+                        break
+                    if request is None:
+                        break
+                    if isinstance(request, Request):
+                        running[request] = taken, 0
                     else:
-                        running[request] = index, 0
+                        yield taken, request
+                    taken += 1
                 changed = []
                 # A step for another caller may have computed tokens of these requests, or ended
                 # some. With the lock, no other thread's step adds a token between the count and the
@@ -328,7 +337,9 @@ class Engine(Requests):
         now = time.monotonic()
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None and sequence.finish_reason is None:
-                self._end_request(sequence.request, "error", _BROKEN_LOGITS)
+                grammar = sequence.grammar
+                error = grammar.error if grammar is not None else None
+                self._end_request(sequence.request, "error", error or _BROKEN_LOGITS)
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None or sequence.finish_reason is not None:
                 continue

@@ -131,4 +131,6 @@ def row_of(sequence: Sequence, stop_token_ids: Set[int]) -> Row:
         row.ban(banned)
     if not params.greedy:
         row.uniform = sequence.uniform.random()
+    if sequence.grammar is not None:
+        row.mask = sequence.grammar.mask(sequence.output)
     return row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Reversible
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -222,10 +222,15 @@ def request_output(request: Request) -> RequestOutput:
 
 
 def decode_logprobs(
-    entries: Iterable[Mapping[int, Logprob] | None] | None, tokenizer: Tokenizer
+    entries: Reversible[Mapping[int, Logprob] | None] | None, tokenizer: Tokenizer
 ) -> None:
-    """Set the text of each logprob's token; ``None`` where the tokenizer fails."""
-    for entry in entries or ():
+    """Set the text of each logprob's token; ``None`` where the tokenizer fails.
+
+    A stream calls this at every token, so entries that have texts, and those before, are left.
+    """
+    for entry in reversed(entries or ()):
+        if entry and next(iter(entry.values())).decoded_token is not None:
+            break
         for token, logprob in (entry or {}).items():
             if logprob.decoded_token is None:
                 with suppress(CheckpointFormatError):

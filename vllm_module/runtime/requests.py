@@ -13,6 +13,7 @@ import torch
 
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.metrics import Totals
+from vllm_module.runtime.sampling.grammar import Grammars
 from vllm_module.runtime.sampling.row import check_tokens, encode_bad_words
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -36,6 +37,7 @@ class Requests:
         stream: of a GPU, for all that the engine launches, in whichever thread it is called.
 
     Attributes:
+        grammars: compiles what requests must follow.
         requests: requests that have not ended, by id.
         totals: sums over all requests.
         refusal: reason why no requests are accepted, or ``None``.
@@ -61,6 +63,7 @@ class Requests:
         self.stop_token_ids = frozenset(stop_token_ids).intersection(range(vocab_size))
         self.cache_tokens = scheduler.pool.num_pages * scheduler.pool.page_size
         self.max_model_len = min(max_model_len, self.cache_tokens)
+        self.grammars = Grammars(tokenizer, vocab_size, self.stop_token_ids)
         self.requests: dict[str, Request] = {}
         self.totals = Totals()
         self.refusal: str | None = None
@@ -88,6 +91,8 @@ class Requests:
 
         Raises ``ValueError`` for a request that cannot be served, and then changes nothing.
         """
+        structured = params.structured_outputs
+        grammar = None if structured is None else self.grammars.compile(structured)
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
             every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
@@ -95,7 +100,10 @@ class Requests:
             params = params.model_copy(update=update, deep=True)
             most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
             max_len = min(most, self.max_model_len)
-            request = Request(request_id, prompt_token_ids, params, self._arrivals, max_len, prompt)
+            request = Request(
+                request_id, prompt_token_ids, params, self._arrivals, max_len, prompt,
+                grammar=grammar,
+            )  # fmt: skip
             shows_text = self.tokenizer is not None and params.detokenize
             request.streamed = shows_text and (streamed or bool(params.stop))
             request.cache_salt = cache_salt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -32,6 +32,40 @@ def _listed(value: Any) -> Any:
 
 
 _Listed = BeforeValidator(_listed)
+
+
+class StructuredOutputsParams(Settings):
+    """What the text of an output must be, under vLLM's names: exactly one of the five is given.
+
+    Attributes:
+        json: a JSON schema, as a mapping or as text.
+        regex: a regular expression that the whole text matches, in the syntax of Rust's regex.
+        choice: texts, of which the output is one.
+        grammar: a context-free grammar in Lark's syntax or in llama.cpp's GBNF.
+        json_object: ``True`` for any JSON object.
+
+    Raises:
+        ValueError: none of them is given or several are, or one is empty or of another type.
+
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    json_schema: _Text | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: _Text | None = None
+    choice: Annotated[_List[_Text], Field(min_length=1)] | None = None
+    grammar: _Text | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputsParams:
+        given = [name for name, value in self if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "structured_outputs should be one of json, regex, choice, grammar and json_object, "
+                f"and is {' and '.join(given) or 'none of them'}"
+            )
+        return self
 
 
 class SamplingParams(Settings):
@@ -75,6 +109,8 @@ class SamplingParams(Settings):
         skip_special_tokens: True to leave special tokens out of the text.
         spaces_between_special_tokens: no effect, as in vLLM with tokenizers of this kind.
         include_stop_str_in_output: True to keep the stop string at the end of the text.
+        structured_outputs: what the text must be: a :class:`StructuredOutputsParams`, or a mapping
+            of one of its attributes. The output ends when nothing may follow.
         extra_args: a caller's own values; nothing here reads them.
 
     The first five of vLLM's may be given by position: ``n``, ``presence_penalty``,
@@ -114,6 +150,7 @@ class SamplingParams(Settings):
     include_stop_str_in_output: bool = False
     logit_bias: dict[_Token, float] | None = None
     allowed_token_ids: Annotated[_List[_Token], Field(min_length=1)] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, Any] | None = None
     bad_words: Annotated[_List[_Text], _Listed] = Field(default_factory=list)
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from vllm_module.runtime.cache.page_pool import ROOT
 from vllm_module.runtime.metrics import RequestStateStats
+from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Sequence:
         saved_at: while it runs, numbers of tokens after which its state is saved, ascending.
         uniform: generator of this sequence's random numbers, one for each generated token.
         sampling_row: sampling inputs for its next token, once it has needed them.
+        grammar: where it is in the grammar of its request, if that has one.
         stream: decoder from tokens to text, if the text is needed at every step.
 
     """
@@ -59,6 +61,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     text: str = ""
     sampling_row: Row | None = None
+    grammar: Grammar | None = None
     stream: TextStream | None = None
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None
@@ -92,6 +95,7 @@ class Request:
         num_cached_tokens: number of tokens at the prompt's start that were not computed, because
             cached pages held them; ``None`` before the prompt is begun.
         bad_words: tokens of each text that may not be generated.
+        grammar: what the output must follow, at its beginning.
         cache_salt: salt of the prompt; cached pages are shared only among equal salts.
 
     """
@@ -108,6 +112,7 @@ class Request:
     streamed: bool = False
     num_cached_tokens: int | None = None
     bad_words: list[list[int]] = field(default_factory=list)
+    grammar: Grammar | None = None
     cache_salt: str | None = None
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
@@ -122,7 +127,9 @@ class Request:
     def new_sequence(self) -> Sequence:
         """Return the next sample, with the prompt's tokens and a seed of its own."""
         uniform = random.Random(self._seeds.getrandbits(64))
-        return Sequence(self, len(self.sequences), list(self.prompt_token_ids), uniform)
+        grammar = None if self.grammar is None else self.grammar.copy()
+        tokens = list(self.prompt_token_ids)
+        return Sequence(self, len(self.sequences), tokens, uniform, grammar=grammar)
 
     @property
     def finished(self) -> bool:

@@ -243,6 +243,10 @@ class TextMethods:
         template, how = self._chat_template(chat_template), Tokenization(special=False)
         return self._chat_prompt(template, messages, variables, how)
 
+    def get_chat_template(self) -> str | None:
+        """Return the text of the chat template; ``None`` if the checkpoint has none."""
+        return None if self._template is None else self._template.source
+
     def _chat_template(self, given: str | None) -> ChatTemplate:
         check_type("chat_template", given, "text or None", str, type(None))
         if given is not None:
@@ -347,9 +351,10 @@ class TextMethods:
         tokenization: Tokenization,
         *,
         streamed: bool = False,
+        request_id: str | None = None,
     ) -> Request | RequestOutput:
         """Add a prompt to the engine; return its request, or an output with its ``error``."""
-        request_id = str(next(self._ids))
+        request_id = str(next(self._ids)) if request_id is None else request_id
         text = prompt_text(prompt)
         ids: list[int] = []
         try:

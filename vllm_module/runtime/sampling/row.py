@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
@@ -19,11 +21,11 @@ class Row:
         prompt_len: number of prompt tokens in ``token_ids``.
         uniform: a random number in [0, 1), from the sequence's own generator.
         banned: token ids that may not be chosen; :meth:`ban` sets them.
+        mask: which tokens a grammar allows, a bit each, int32 ``[ceil(vocab / 32)]``; None for all.
         key: identifies the sequence, whose parameters stay and whose tokens are only appended. With
             a key, tokens counted for penalties are not counted again in the next step.
         penalized: True if the tokens of the sequence change the logits.
         adjusted: True if a bias, a penalty, a ban or an allowance changes the logits.
-        plain: True if the row is greedy without logprobs, bias, penalty or ban.
 
     Raises:
         ValueError: ``uniform`` is not in [0, 1).
@@ -35,10 +37,10 @@ class Row:
     prompt_len: int = 0
     uniform: float = 0.0
     banned: Collection[int] = ()
+    mask: Tensor | None = None
     key: Hashable = None
     penalized: bool = field(init=False)
     adjusted: bool = field(init=False)
-    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.uniform < 1:
@@ -49,13 +51,18 @@ class Row:
         )
         self.ban(self.banned)
 
+    @property
+    def plain(self) -> bool:
+        """True if the row is greedy without logprobs, bias, penalty, ban or mask."""
+        params = self.params
+        return params.greedy and params.logprobs is None and not self.adjusted and self.mask is None
+
     def ban(self, banned: Collection[int]) -> None:
         """Replace the tokens that may not be chosen."""
         params, self.banned = self.params, banned
         self.adjusted = self.penalized or bool(
             params.logit_bias or params.allowed_token_ids or banned
         )
-        self.plain = params.greedy and params.logprobs is None and not self.adjusted
 
 
 def check_tokens(token_ids: Iterable[int], vocab_size: int) -> None:

@@ -150,15 +150,28 @@ def sample(
     settings = settings.view(-1, 5)
     if adjustments is not None:
         adjustments.place(sent[len(ranked) :])
+    masked = _masked(logits, rows) if any(row.mask is not None for row in rows) else logits
     if groups:
-        tokens = ops.choose(logits, groups, settings, indices, adjustments)
+        tokens = ops.choose(masked, groups, settings, indices, adjustments)
     else:
-        tokens = _draw(logits, rows, settings, indices, adjustments)
+        tokens = _draw(masked, rows, settings, indices, adjustments)
     logprobs = []
     for each, where in zip(ranked, sent, strict=False):
         own = tokens if len(where) == len(tokens) else tokens.index_select(0, where)
         logprobs.append(_logprobs(logits, where, own, max(each.counts)))
     return Sampled(tokens, ranked, logprobs)
+
+
+def _masked(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return logits that are -inf where a row's mask allows no token; broken ones stay broken."""
+    at = [index for index, row in enumerate(rows) if row.mask is not None]
+    words = torch.stack([row.mask for row in rows if row.mask is not None]).to(logits.device)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    bits = (words.unsqueeze(-1) >> places & 1).view(len(at), -1)[:, : logits.shape[1]].bool()
+    masked = logits.clone()
+    own = masked[at]
+    masked[at] = own.masked_fill(~bits & own.isfinite(), -torch.inf)
+    return masked
 
 
 def _draw(

@@ -79,6 +79,9 @@ class CodeTokenizer(Tokenizer):
                 f"{describe_error(error)}"
             ) from error
 
+    def to_str(self) -> str:  # noqa: D102 # of Tokenizer
+        raise ValueError("it is code of the checkpoint, and has no tokenizer.json")
+
     @property
     def folder(self) -> Path:  # noqa: D102 # of Tokenizer
         return self._path

@@ -37,6 +37,8 @@ def check_stop(
         sequence.text += _next_text(sequence, token, tokenizer)
         if length >= params.min_tokens and _cut_at_stop_string(sequence, start):
             return "stop"
+    if sequence.grammar is not None and sequence.grammar.ended(sequence.output):
+        return "stop"
     if len(sequence.tokens) >= request.max_len:
         return "length"
     return None
@@ -75,7 +77,9 @@ def complete_text(sequence: Sequence, tokenizer: Tokenizer | None) -> None:
     request, output = sequence.request, sequence.output
     wanted = request.params.detokenize
     if tokenizer is not None and wanted and not isinstance(sequence.stop_reason, str):
-        if sequence.finish_reason == "stop" and not request.params.include_stop_str_in_output:
+        at_token = sequence.grammar is None or not sequence.grammar.complete
+        keeps = request.params.include_stop_str_in_output
+        if sequence.finish_reason == "stop" and at_token and not keeps:
             output = output[:-1]
         try:
             sequence.text = tokenizer.continuation(

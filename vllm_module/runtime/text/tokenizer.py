@@ -87,6 +87,11 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
+    def to_str(self) -> str:
+        """Return ``tokenizer.json`` as text, without truncation and padding."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     @property
     def folder(self) -> Path:
         """Folder of the tokenizer's files."""

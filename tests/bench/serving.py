@@ -1,0 +1,170 @@
+"""What HTTP costs beyond the engine: CPU time a token, and seconds to the first token.
+
+    python tests/bench/serving.py --streams 32 --tokens 128 --out tests/bench/results/serving.json
+
+A tiny model generates for all streams at once: the engine alone (``LLM.generate``), coroutines
+(``AsyncLLM``), and clients in another process (``/v1/completions``, streamed). CPU time is that of
+all threads of the serving process. The texts of the three are compared, and nothing is printed if
+they differ. Rounds alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import LLM, AsyncLLM, SamplingParams
+from vllm_module.server.app import application
+from vllm_module.server.chat import ContentParser
+from vllm_module.server.endpoint import Keys, Limits
+from vllm_module.server.listener import Address, Listener
+from vllm_module.server.state import State
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machine import machine
+
+Texts = list[str]
+
+
+def write_checkpoint(folder: Path) -> None:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+        eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    conftest = runpy.run_path(str(Path(__file__).parents[1] / "server/conftest.py"))
+    conftest["write_tokenizer"](folder)
+
+
+def stream_all(pipe: Connection, port: int, prompts: Texts, tokens: int) -> None:
+    """Be the clients: in each round, stream all prompts at once; send texts and first seconds."""
+
+    async def one(prompt: str) -> tuple[str, float]:
+        body = json.dumps(
+            {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+        ).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        begin = time.perf_counter()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
+        text, first = "", 0.0
+        async for line in reader:
+            if line.startswith(b"data: [DONE]"):
+                break
+            if line.startswith(b"data: "):
+                first = first or time.perf_counter() - begin
+                text += json.loads(line[6:])["choices"][0]["text"]
+        writer.close()
+        return text, first
+
+    async def all_of_them() -> list[tuple[str, float]]:
+        return await asyncio.gather(*map(one, prompts))
+
+    while pipe.recv():
+        pipe.send(asyncio.run(all_of_them()))
+
+
+def measured(work: Callable[[], tuple[Texts, list[float]]]) -> tuple[float, float, Texts, float]:
+    """Return CPU seconds, seconds, texts, and the median of seconds to a first token."""
+    cpu, begin = time.process_time(), time.perf_counter()
+    texts, firsts = work()
+    seconds = time.perf_counter() - begin
+    return time.process_time() - cpu, seconds, texts, statistics.median(firsts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    prompts = [f"client {i}: {'x' * (i % 7)}" for i in range(options.streams)]
+    params = SamplingParams(temperature=0, max_tokens=options.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder))
+        llm = LLM(folder, dtype="float32", device="cpu", kv_cache_memory_bytes=64 << 20)
+    engine = AsyncLLM(llm)
+    state = State(["tiny"], 64, ContentParser, engine)
+    listener = Listener(application(state, Keys((), ()), Limits()), Address(port=0))
+    listener.start()
+    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+    port = int(listener.url.rpartition(":")[2])
+    clients = multiprocessing.get_context("spawn").Process(
+        target=stream_all, args=(theirs, port, prompts, options.tokens), daemon=True
+    )
+    clients.start()
+
+    def alone() -> tuple[Texts, list[float]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        texts = [output.outputs[0].text for output in outputs]
+        return texts, [output.metrics.first_token_latency for output in outputs]
+
+    def coroutines() -> tuple[Texts, list[float]]:
+        async def one(prompt: str) -> tuple[str, float]:
+            *_, output = [each async for each in engine.generate(prompt, params)]
+            return output.outputs[0].text, output.metrics.first_token_latency
+
+        async def all_of_them() -> list[tuple[str, float]]:
+            return await asyncio.gather(*map(one, prompts))
+
+        found = asyncio.run(all_of_them())
+        return [text for text, _ in found], [first for _, first in found]
+
+    def http() -> tuple[Texts, list[float]]:
+        pipe.send(True)
+        found = pipe.recv()
+        return [text for text, _ in found], [first for _, first in found]
+
+    ways = {"LLM.generate": alone, "AsyncLLM": coroutines, "HTTP": http}
+    rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    expected, _ = alone()
+    for count in range(options.rounds + 1):
+        for name, way in ways.items():
+            cpu, seconds, texts, first = measured(way)
+            assert texts == expected, f"{name} gives other texts: no figure"
+            if count:  # the first round warms up
+                rounds[name].append((cpu, seconds, first))
+    pipe.send(False)
+    listener.stop()
+    listener.stop()
+    listener.join()
+    engine.close()
+    tokens = options.streams * options.tokens
+    results: dict[str, Any] = {"streams": options.streams, "tokens": options.tokens}
+    for name, found in rounds.items():
+        cpu, seconds, first = (statistics.median(column) for column in zip(*found, strict=True))
+        results[name] = {
+            "cpu ms a token": 1000 * cpu / tokens,
+            "tokens a second": tokens / seconds,
+            "ms to first token": 1000 * first,
+        }
+    for name in ("AsyncLLM", "HTTP"):
+        beyond = [
+            1000 * (mine[0] - engines[0]) / tokens
+            for mine, engines in zip(rounds[name], rounds["LLM.generate"], strict=True)
+        ]
+        results[name]["cpu ms a token beyond the engine"] = statistics.median(beyond)
+    print(json.dumps(results, indent=2))
+    if options.out is not None:
+        options.out.write_text(json.dumps({"machine": machine(), "results": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

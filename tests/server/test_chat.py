@@ -1,0 +1,106 @@
+"""/v1/chat/completions, judged by OpenAI's client and by ``LLM.chat``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from vllm_module import LLM, SamplingParams
+
+MESSAGES: Any = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+]
+
+
+def create(server: Any, **body: Any) -> Any:
+    body = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 9, **body}
+    return server.client().chat.completions.create(**body)
+
+
+def test_answers_are_those_of_llm(server: Any, sync: LLM) -> None:
+    """Whole and streamed, with several samples; the first chunk of each names the role."""
+    body: dict[str, Any] = {"n": 2, "seed": 3, "temperature": 1.1}
+    params = SamplingParams(max_tokens=9, **body)
+    (output,) = sync.chat(MESSAGES, params, use_tqdm=False)
+    expected = [(sample.text, sample.finish_reason) for sample in output.outputs]
+    answer = create(server, **body)
+    assert [(c.message.content, c.finish_reason) for c in answer.choices] == expected
+    assert {choice.message.role for choice in answer.choices} == {"assistant"}
+    assert answer.usage.prompt_tokens == len(output.prompt_token_ids)
+    texts, reasons = ["", ""], [None, None]
+    roles: tuple[list[Any], list[Any]] = ([], [])
+    for chunk in create(server, stream=True, **body):
+        for choice in chunk.choices:
+            roles[choice.index].append(choice.delta.role)
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+    assert [*zip(texts, reasons, strict=True)] == expected
+    for each in roles:
+        assert each[0] == "assistant"
+        assert set(each[1:]) == {None}
+    parsed = create(server, max_completion_tokens=4)
+    assert parsed.usage.completion_tokens == 4
+
+
+def test_developer_is_system(server: Any) -> None:
+    """A developer's message is formatted as a system message."""
+    messages = [{"role": "developer", "content": "Be short."}, MESSAGES[1]]
+    texts = [create(server, messages=m).choices[0].message.content for m in (messages, MESSAGES)]
+    assert texts[0] == texts[1]
+
+
+def test_logprobs(server: Any) -> None:
+    """Each token has its own, its bytes, and as many of the most probable as are wanted."""
+    answer = create(server, logprobs=True, top_logprobs=2, temperature=1.0, seed=1)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 9
+    for entry in content:
+        assert len(entry.top_logprobs) == 2
+        assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
+        assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob > math.log(1 / 256)
+        assert bytes(entry.bytes).decode() == entry.token
+    chunks = create(server, logprobs=True, top_logprobs=2, temperature=1.0, seed=1, stream=True)
+    joined = [
+        entry
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content
+    ]
+    assert joined == content
+    assert create(server, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function"}]}, "tools", "tools[0] should be a function with a name"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+    ({"response_format": {"type": "xml"}}, "response_format", "response_format should be of type"),
+    (
+        {"messages": IMAGE},
+        "messages",
+        "messages[0].content[0] is not supported: only parts of text",
+    ),
+    ({"messages": [{"role": "king", "content": ""}]}, "messages", "messages[0].role should be one"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content should be"),
+    ({"messages": []}, "messages", "messages should have at least 1 item"),
+    ({"messages": "hi"}, "messages", "messages should be a valid list"),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),
+    ({"modalities": ["audio"]}, "modalities", "modalities is not supported"),
+    ({"model": None}, "model", "model is missing"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_is_refused(server: Any, body: dict[str, Any], param: str, says: str) -> None:
+    """Images are refused by name, and so are wrong messages, tools and formats."""
+    given = {"model": "tiny", "messages": MESSAGES, **body}
+    status, answer = server.ask("POST", "/v1/chat/completions", given)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert says in answer["error"]["message"]
+    nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "store": False, **nothing}
+    assert server.ask("POST", "/v1/chat/completions", body)[0] == 200

@@ -1,0 +1,79 @@
+"""/v1/embeddings of an encoder, and tokens of texts."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from vllm_module import LLM, AsyncLLM
+
+TEXTS = ["hello", "the sky", "né"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("encoder")
+    config = AutoConfig.for_model(
+        "bert", vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModel.from_config(config).save_pretrained(path)
+    conftest = runpy.run_path(str(Path(__file__).with_name("conftest.py")))
+    conftest["write_tokenizer"](path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def embedder(encoder: Path, start: Any) -> Iterator[Any]:
+    with start(AsyncLLM(LLM(str(encoder), dtype="float32", device="cpu"))) as served:
+        yield served
+
+
+def test_vectors_are_those_of_transformers(embedder: Any, encoder: Path) -> None:
+    """The mean of hidden states, of length 1; as numbers and as the client's base64."""
+    model: Any = AutoModel.from_pretrained(encoder, dtype=torch.float32)
+    expected = []
+    for text in TEXTS:
+        ids = embedder.ask("POST", "/tokenize", {"prompt": text})[1]["tokens"]
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        expected.append(torch.nn.functional.normalize(hidden, dim=0))
+    for options in ({}, {"encoding_format": "float"}):
+        answer = embedder.client().embeddings.create(model="tiny", input=TEXTS, **options)
+        found = torch.tensor([each.embedding for each in answer.data])
+        torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-4)
+    assert answer.usage.prompt_tokens == len("".join(TEXTS).encode())
+    with pytest.raises(openai.BadRequestError, match="dimensions should be left out"):
+        embedder.client().embeddings.create(model="tiny", input=TEXTS[0], dimensions=4)
+
+
+def test_each_model_refuses_what_it_is_not_for(embedder: Any, server: Any) -> None:
+    """An encoder generates no text, and a model of text has no embeddings."""
+    code, answer = embedder.ask("POST", "/v1/completions", {"prompt": "a"})
+    assert (code, "LLM.embed returns embeddings" in answer["error"]["message"]) == (400, True)
+    code, answer = server.ask("POST", "/v1/embeddings", {"input": "a"})
+    assert (code, "generates text" in answer["error"]["message"]) == (400, True)
+    body = {"input": "a", "encoding_format": "int8"}
+    code, answer = embedder.ask("POST", "/v1/embeddings", body)
+    assert (code, answer["error"]["param"]) == (400, "encoding_format")
+
+
+def test_tokens_and_back(server: Any) -> None:
+    """Tokens of a text give the text again; messages are formatted by the template."""
+    code, found = server.ask("POST", "/tokenize", {"prompt": "né", "return_token_strs": True})
+    assert (code, found["count"], found["max_model_len"]) == (200, 3, 1024)
+    assert found["token_strs"] == ["n", "Ã", "©"]
+    assert server.ask("POST", "/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "né"}
+    messages = [{"role": "user", "content": "Hi"}]
+    tokens = server.ask("POST", "/tokenize", {"messages": messages})[1]["tokens"]
+    text = server.ask("POST", "/detokenize", {"tokens": tokens})[1]["prompt"]
+    assert text == "<user>Hi\n<assistant>"
+    for body in ({}, {"prompt": "a", "messages": messages}):
+        assert server.ask("POST", "/tokenize", body)[0] == 400

@@ -1,0 +1,132 @@
+"""Requests that are broken, too large, too slow or cut: refused, and others are not disturbed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from typing import Any
+
+import pytest
+
+HEAD = (
+    "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    "Authorization: Bearer sk-two\r\nContent-Type: application/json\r\n"
+)
+GOOD = {"prompt": "hello", "temperature": 0, "max_tokens": 5}
+
+BROKEN = {
+    "no JSON": b"{",
+    "text": b'"prompt"',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "infinite": b'{"prompt": "a", "temperature": 1e999}',
+    "deep": b"[" * 100_000,
+    "deep prompt": b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}",
+    "huge number": b'{"prompt": [' + b"9" * 5000 + b"]}",
+    "half a pair": b'{"prompt": "\\ud800"}',
+    "no UTF-8": b'{"prompt": "\xff"}',
+    "nul": b"\0" * 100,
+    "many fields": json.dumps({f"x{i}": i for i in range(5000)}).encode(),
+    "private field": b'{"prompt": "a", "sampling": {"n": 2}}',
+    "dunder": b'{"prompt": "a", "__class__": 1}',
+    "many stops": json.dumps({**GOOD, "stop": [""]}).encode(),
+    "bias": b'{"prompt": "a", "logit_bias": {"x": 1}}',
+    "bias token": b'{"prompt": "a", "logit_bias": {"99999": 1}}',
+    "nothing": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_body_is_a_400(server: Any, what: str) -> None:
+    """The answer has the protocol's shape, and the server goes on."""
+    code, answer = server.ask("POST", "/v1/completions", BROKEN[what])
+    assert code == 400, answer
+    assert answer["error"]["message"]
+    assert len(json.dumps(answer)) < 2000
+    assert server.ask("POST", "/v1/completions", GOOD)[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_page_of_another_origin_cannot_ask(server: Any, kind: str) -> None:
+    """Its browser sends these types without asking the server first: they are refused."""
+    headers = {"Content-Type": kind}
+    code, answer = server.ask("POST", "/v1/completions", GOOD, **headers)
+    assert (code, "application/json" in answer["error"]["message"]) == (415, True)
+
+
+def test_other_paths_and_methods(server: Any) -> None:
+    """Both are answered in the protocol's shape."""
+    for method, path, expected in (
+        ("GET", "/v1/nothing", 404), ("GET", "/../../etc/passwd", 404), ("GET", "//health", 404),
+        ("GET", "/v1/completions", 405), ("DELETE", "/health", 405), ("POST", "/%2e%2e/x", 404),
+        ("OPTIONS", "/v1/completions", 405),
+    ):  # fmt: skip
+        code, answer = server.ask(method, path)
+        assert (code, set(answer)) == (expected, {"error"})
+    assert b"access-control" not in _raw(server, "OPTIONS /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
+def _raw(server: Any, text: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(text.encode())
+        return connection.recv(1 << 16).lower()
+
+
+def test_large_bodies(server: Any) -> None:
+    """A length above the limit is refused before the body; so are chunks without a length."""
+    code, answer = server.send(f"{HEAD}Content-Length: 104857600\r\n\r\n".encode())
+    assert code == 413
+    assert json.loads(answer)["error"]["code"] == "body_too_large"
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode())
+        received = b""
+        try:
+            for _ in range(1000):
+                connection.sendall(chunk)
+            received = connection.recv(1000)
+        except (BrokenPipeError, ConnectionResetError):
+            received = b"HTTP/1.1 413"
+        assert received.startswith(b"HTTP/1.1 413")
+    assert server.send(f"{HEAD}Content-Length: x\r\n\r\n".encode())[0] == 400
+    flood = "".join(f"X-{i}: {'y' * 100}\r\n" for i in range(5000))
+    assert server.send(f"{HEAD}{flood}\r\n".encode())[0] in (0, 400, 431)
+    assert server.ask("POST", "/v1/completions", GOOD)[0] == 200
+
+
+def test_requests_cut_at_every_byte(server: Any) -> None:
+    """A client that leaves in the middle of its request leaves nothing behind."""
+    body = json.dumps(GOOD)
+    whole = f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    for end in range(0, len(whole), 3):
+        server.send(whole[:end], wait=False)
+    assert server.send(whole)[0] == 200
+    assert not server.llm._accepted
+    assert not server.llm.llm.engine.requests
+
+
+def test_a_slow_body(start: Any) -> None:
+    """A body that does not arrive in time is a 408."""
+    with start(None, body_seconds=0.2) as server:
+        code, answer = server.send(f"{HEAD}Content-Length: 10\r\n\r\n{{".encode())
+        assert code == 408
+        assert "0.2 s" in json.loads(answer)["error"]["message"]
+
+
+def test_logs_hold_no_prompts_and_no_keys(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is asked, and however wrong it is."""
+    secret = "correct horse battery"
+    with caplog.at_level(logging.DEBUG):
+        for body in (
+            {**GOOD, "prompt": secret},
+            {"prompt": secret, secret: 1},
+            {"prompt": {secret: 1}},
+        ):
+            server.ask("POST", "/v1/completions", body)
+        server.ask("POST", "/v1/completions", GOOD, key="sk-wrong-secret")
+        server.ask("GET", f"/{secret.replace(' ', '-')}?key=sk-secret")
+    # pytest gives the logger of accesses a handler, without which uvicorn does not use it.
+    records = [each for each in caplog.records if each.name != "uvicorn.access"]
+    text = "\n".join(each.getMessage() for each in records)
+    assert secret not in text
+    assert "sk-" not in text

@@ -1,0 +1,272 @@
+"""What a model writes is parsed the same however its text is split."""
+
+from __future__ import annotations
+
+import json
+import os
+from random import Random
+from typing import Any
+
+import pytest
+
+from vllm_module.server.growing_text import ToolCall
+from vllm_module.server.parsers import Parser, format_of, reasoning_of
+from vllm_module.server.tool_formats import FORMATS
+
+THINK = ("<think>", "</think>")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "unit": {"type": ["string", "null"]},
+                    "where": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
+            },
+        },
+    }
+]
+PARIS = ToolCall("get_weather", '{"city": "Paris", "days": 3}')
+Parsed = tuple[str, str, list[ToolCall]]
+
+
+def parsed(parts: list[str], *args: Any, **options: Any) -> Parsed:
+    """Return content, reasoning and calls that a parser's deltas put together."""
+    parser = Parser(*args, **{"tools": TOOLS, **options})
+    deltas = [delta for part in parts for delta in parser.feed(part)] + parser.finish()
+    calls = [each.tool_call for each in deltas if each.tool_call is not None]
+    contents, reasonings = "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas)
+    return contents, reasonings, calls
+
+
+# As the models' own chat templates write a message with calls.
+WRITTEN = {
+    "hermes": (
+        'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+        '</tool_call>\n<tool_call>\n{"arguments": {}, "name": "now"}\n</tool_call>'
+    ),
+    "qwen3_coder": (
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    ),
+    "glm": (
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n"
+        "</tool_call>"
+    ),
+    "mistral": (
+        'I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now[ARGS]{}'
+    ),
+    "deepseek": (
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>"
+    ),
+    "kimi": (
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        '<|tool_call_argument_begin|>{"city": "Paris", "days": 3}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    ),
+    "harmony": (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>'
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_found_as_a_template_writes_them(name: str) -> None:
+    """Content before calls, arguments in their types, and two calls in order."""
+    assert parsed([WRITTEN[name]], name) == ("I look.", "", [PARIS, ToolCall("now", "{}")])
+
+
+OTHERS: list[tuple[str, str, Parsed]] = [
+    # Llama 3 writes a call instead of content.
+    (
+        "llama3",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+        ("", "", [PARIS]),
+    ),
+    (
+        "llama3",
+        '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
+        ("", "", [ToolCall("now", "{}")] * 2),
+    ),
+    ("llama3", '{"a": 1} is JSON', ('{"a": 1} is JSON', "", [])),
+    ("llama3", 'As {"name": "now"}', ('As {"name": "now"}', "", [])),
+    ("llama3", '{"name": "now"}; bye', ('{"name": "now"}; bye', "", [])),
+    # Before version 11, Mistral wrote a list; without its special tokens, a name and JSON.
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]',
+        ("", "", [PARIS]),
+    ),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}", ("", "", [ToolCall("now", "{}")])),
+    ("mistral", "[TOOL_CALLS]now{}", ("", "", [ToolCall("now", "{}")])),
+    ("mistral", "[TOOL_CALLS] none", ("[TOOL_CALLS] none", "", [])),
+    # DeepSeek V3.1 writes the name and JSON.
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        ("", "", [ToolCall("now", "{}")]),
+    ),
+    # A mark within a JSON string ends nothing.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>\\"}"}}</tool_call>',
+        ("", "", [ToolCall("f", '{"x": "a</tool_call>\\"}"}')]),
+    ),
+    ("hermes", '<tool_call>{"name": "f"}', ('<tool_call>{"name": "f"}', "", [])),
+    ("hermes", "<tool_call>f()</tool_call>!", ("<tool_call>f()</tool_call>!", "", [])),
+    ("hermes", "a  <b", ("a  <b", "", [])),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "", []),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter=city>\n007\n\n</parameter>"
+        '<parameter=where>{"a": [1]}</parameter><parameter=days>many</parameter></function>'
+        "</tool_call>",
+        (
+            "",
+            "",
+            [ToolCall("get_weather", '{"city": "007\\n", "where": {"a": [1]}, "days": "many"}')],
+        ),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>1</function></tool_call>",
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "", []),
+    ),
+    (
+        "glm",
+        "<tool_call>get_weather<arg_key>where</arg_key><arg_value>null</arg_value></tool_call> ok",
+        (" ok", "", [ToolCall("get_weather", '{"where": null}')]),
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+        "<|return|>",
+        ("Hi", "Hm.", []),
+    ),
+    ("harmony", "no header", ("no header", "", [])),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), OTHERS)
+def test_other_forms_and_damaged_calls(name: str, text: str, expected: Parsed) -> None:
+    """Other versions of a format are read; what is no call stays content, nothing of it lost."""
+    assert parsed([text], name) == expected
+
+
+def test_reasoning_is_apart_from_content() -> None:
+    """Reasoning is what is between the marks, whether the prompt or the text begins it."""
+    both = ("Yes.", "Let me see.", [])
+    assert parsed(["<think>\nLet me see.\n</think>\n\nYes."], None, THINK) == both
+    assert parsed(["Let me see.\n</think>\n\nYes."], None, THINK, reasons=True) == both
+    assert parsed(["Yes. <think>no</think>"], None, THINK) == ("Yes. <think>no</think>", "", [])
+    assert parsed(["<think>cut off"], None, THINK) == ("", "cut off", [])
+    called = parsed(["<think>a</think>" + WRITTEN["hermes"]], "hermes", THINK)
+    assert called == ("I look.", "a", [PARIS, ToolCall("now", "{}")])
+
+
+def test_without_tools_and_marks_text_is_content_at_once() -> None:
+    """A plain message is passed on whole, spaces included, without waiting."""
+    parser = Parser()
+    assert [delta.content for delta in parser.feed(" a <tool_call>\n")] == [" a <tool_call>\n"]
+    assert parser.finish() == []
+
+
+def test_a_call_is_told_when_it_is_complete() -> None:
+    """Content is not kept back longer than it may be the beginning of a mark."""
+    parser = Parser("hermes")
+    assert parser.feed("I look <tool")[0].content == "I look"
+    assert parser.feed('_call>{"name": "now"}</tool_call') == []
+    assert [each.tool_call for each in parser.feed(">")] == [ToolCall("now", "{}")]
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>"),
+    *("<arg_value>", "</arg_value>", "<|python_tag|>", "<｜tool▁calls▁begin｜>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<|channel|>analysis", "<|channel|>final", "<|message|>", "<|start|>assistant", "<|end|>"),
+    *("<|call|>", " to=functions.f", '{"name": "f", "arguments": {"a": "b"}}', '{"name": "f"}'),
+    *("{", "}", "[", "]", '"', "\\", ";", ",", "null", "1", "f", " ", "\n", "<", "|", "é"),
+    "```json\n",
+]  # fmt: skip
+
+
+SPLITS = int(os.environ.get("SPLITS", "2000"))  # of each format
+
+
+def drawn_text(random: Random, name: str) -> str:
+    """Draw a text of marks and fragments, some of them cut short."""
+    text = random.choice(["", " ", "<think>", "\n<think>", '{"name": "f"};'])
+    for _ in range(random.randint(0, 10)):
+        piece = random.choice([*FRAGMENTS, WRITTEN.get(name, " "), " "])
+        text += piece[: random.randint(1, len(piece))]
+    return text
+
+
+def drawn_split(random: Random, text: str) -> list[str]:
+    """Cut a text at up to eight places, or between all of its characters."""
+    if not random.randint(0, 9):
+        return list(text)
+    cuts = sorted(random.randint(0, len(text)) for _ in range(random.randint(0, 8)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
+    """The law of this room: no delta depends on where the text was split."""
+    random = Random(name)
+    for _ in range(SPLITS // 20):
+        text, reasons = drawn_text(random, name), bool(random.randint(0, 1))
+        for reasoning in (None, THINK):
+            whole = parsed([text], name, reasoning, reasons=reasons)
+            for call in whole[2]:
+                assert call.name
+                assert isinstance(json.loads(call.arguments), dict)
+            for _ in range(10):
+                parts = drawn_split(random, text)
+                assert parsed(parts, name, reasoning, reasons=reasons) == whole, parts
+
+
+def test_a_text_without_marks_of_the_format_is_content() -> None:
+    """Where a format's first mark does not occur, nothing is lost and nothing is a call."""
+    random = Random(1)
+    for _ in range(100):
+        for name, mark in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]")):
+            text = drawn_text(random, name)
+            if mark not in text:
+                assert parsed(drawn_split(random, text), name) == (text, "", [])
+            assert parsed(drawn_split(random, text)) == (text, "", [])
+
+
+def test_a_template_tells_its_format() -> None:
+    """Marks that a template writes name the format; without one there is none."""
+    for name, text in WRITTEN.items():
+        assert format_of(text) == name
+    assert format_of("<|python_tag|>") == "llama3"
+    assert format_of("{{ messages }}") is None
+    assert reasoning_of("{{ content.split('</think>') }}") == THINK
+    assert reasoning_of("{{ messages }}") is None
+
+
+def test_an_unknown_format_is_named() -> None:
+    """The message has the formats that there are."""
+    with pytest.raises(ValueError, match="no format of tool calls is named 'x': hermes, "):
+        Parser("x")

@@ -1,0 +1,129 @@
+"""``vllm-module serve`` as a process: the lines of the README, its start and its stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_module.cli import main
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = runpy.run_path(str(ROOT / "tests/support.py"))
+BLOCK = re.search(r"## Serve\n\n```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def status(url: str) -> int:
+    """Return the status of an answer; 0 where nobody listens."""
+    try:
+        with urllib.request.urlopen(url) as answer:
+            found: int = answer.status
+            return found
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def test_the_lines_of_the_readme(folder: Path) -> None:
+    """The server loads, answers the README's request, and finishes a stream when it is stopped."""
+    assert BLOCK is not None
+    _, serve, curl = (shlex.split(line[2:]) for line in BLOCK.group(1).splitlines())
+    port = SUPPORT["free_port"]()
+    base = f"http://127.0.0.1:{port}"
+    arguments = [str(folder) if word == "CKPT" else word for word in serve[1:]]
+    arguments = [str(port) if word == "8000" else word for word in arguments]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_module.cli", *arguments, "--device", "cpu"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"VLLM_MODULE_ADMIN_KEY": "one two"},
+    )
+    try:
+        seen = set()
+
+        def is_up() -> bool:
+            seen.add(status(f"{base}/health"))
+            assert process.poll() is None
+            return 200 in seen
+
+        SUPPORT["wait_until"](is_up, "the server answers")
+        assert 503 in seen
+        body = curl[curl.index("-d") + 1].encode()
+        headers = dict([curl[curl.index("-H") + 1].split(": ")])
+        url = curl[1].replace("8000", str(port))
+        request = urllib.request.Request(url, body, headers)
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)
+        assert found["usage"]["completion_tokens"] == 9
+        assert found["model"] == str(folder)
+        resumed = urllib.request.Request(
+            f"{base}/resume", b"", {"Authorization": "Bearer two"}, method="POST"
+        )
+        with urllib.request.urlopen(resumed) as answer:
+            assert answer.status == 200
+        long = {"prompt": "hello", "max_tokens": 300, "stream": True, "temperature": 0}
+        request = urllib.request.Request(url, json.dumps(long).encode(), headers)
+        with urllib.request.urlopen(request) as stream:
+            stream.readline()
+            process.send_signal(signal.SIGTERM)
+            lines = [line for line in stream if line.strip()]
+        assert lines[-1] == b"data: [DONE]\n"
+        assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+        error = process.communicate(timeout=60)[1]
+        assert process.returncode == 0, error
+        assert f"at {base}" in error
+        assert "hello" not in error
+        assert "Bearer" not in error
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_is_refused_at_once(
+    folder: Path, start: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that is taken, half of TLS, and a missing extra are one message each."""
+    with start(None) as other:
+        assert main(["serve", str(folder), "--port", str(other.port)]) == 1
+    assert (
+        f"cannot listen on 127.0.0.1:{other.port}: Address already in use"
+        in capsys.readouterr().err
+    )
+    assert main(["serve", str(folder), "--ssl-certfile", "x"]) == 2
+    assert "TLS needs both files" in capsys.readouterr().err
+    assert (
+        main(["serve", str(folder), "--port", "0", "--ssl-certfile", "x", "--ssl-keyfile", "y"])
+        == 1
+    )
+    assert "cannot listen on 127.0.0.1:0: No such file" in capsys.readouterr().err
+    for name in [name for name in sys.modules if name.startswith("vllm_module.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "the extra vllm-module[serve]" in error
+
+
+def test_a_checkpoint_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message is that of every command, and the server's thread has ended."""
+    before: Callable[[], int] = threading.active_count
+    (tmp_path / "config.json").write_text("{}")
+    count = before()
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
+    assert "error: " in capsys.readouterr().err
+    assert threading.active_count() == count

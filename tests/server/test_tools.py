@@ -1,0 +1,194 @@
+"""Calls of tools, reasoning and JSON in /v1/chat/completions, judged by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from vllm_module.server.tools import Formats
+
+MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "day": {"$ref": "#/$defs/day"}},
+            "required": ["city", "day"],
+            "additionalProperties": False,
+            "$defs": {"day": {"enum": [1, 2, 3]}},
+        },
+    },
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+NOW = {"type": "function", "function": {"name": "now", "parameters": NOTHING}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome", "day": 2}}</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def _formats(server: Any) -> Iterator[None]:
+    """Let the model write calls as Hermes does, and reasoning between marks."""
+    server.state.formats = Formats("hermes", ("<think>", "</think>"))
+    yield
+    server.state.formats = Formats()
+
+
+def create(server: Any, **body: Any) -> Any:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200, "seed": 1, **body}
+    return server.client().chat.completions.create(**body)
+
+
+def bias(server: Any, of: dict[str, int]) -> dict[str, int]:
+    """Return a bias of tokens by their text."""
+    tokenizer = server.state.tokenizer()
+    return {str(tokenizer.encode(text)[0]): value for text, value in of.items()}
+
+
+def written(text: str) -> dict[str, Any]:
+    """Return fields that make any model write this text."""
+    return {"extra_body": {"structured_outputs": {"choice": [text]}}}
+
+
+def streamed(server: Any, **body: Any) -> tuple[dict[str, Any], str | None]:
+    """Return the message and the finish reason that the chunks of a stream put together."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}}
+    reason = None
+    for chunk in create(server, stream=True, **body):
+        for choice in chunk.choices:
+            delta = choice.delta
+            message["content"] += delta.content or ""
+            message["reasoning"] += getattr(delta, "reasoning_content", None) or ""
+            for call in delta.tool_calls or ():
+                entry = message["calls"].setdefault(call.index, ["", ""])
+                entry[0] += call.function.name or ""
+                entry[1] += call.function.arguments or ""
+            reason = choice.finish_reason or reason
+    return message, reason
+
+
+def test_calls_that_the_model_writes(server: Any) -> None:
+    """Content and two calls, whole and streamed, with an id each and the finish reason."""
+    body = {"tools": [WEATHER, NOW], **written(f"I look. {CALL}{CALL}")}
+    (choice,) = create(server, **body).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    calls = choice.message.tool_calls
+    assert [call.function.name for call in calls] == ["get_weather"] * 2
+    assert json.loads(calls[1].function.arguments) == {"city": "Rome", "day": 2}
+    assert len({call.id for call in calls}) == 2
+    message, reason = streamed(server, **body)
+    assert (message["content"], reason) == ("I look.", "tool_calls")
+    arguments = calls[0].function.arguments
+    assert message["calls"] == {0: ["get_weather", arguments], 1: ["get_weather", arguments]}
+    (choice,) = create(server, parallel_tool_calls=False, **body).choices
+    assert len(choice.message.tool_calls) == 1
+
+
+def test_without_tools_a_call_is_text(server: Any) -> None:
+    """Text that looks like a call stays text if there are no tools, or none may be called."""
+    for others in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        (choice,) = create(server, **written(CALL), **others).choices
+        assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+        assert choice.message.tool_calls is None
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_calls_that_are_required(server: Any, choice: Any) -> None:
+    """Any model calls a tool with arguments of its schema, whole and streamed."""
+    for seed in range(4):
+        body = {"tools": [NOW, WEATHER], "tool_choice": choice, "seed": seed}
+        body |= {"parallel_tool_calls": False}
+        (found,) = create(server, **body).choices
+        assert found.finish_reason == "tool_calls"
+        (call,) = found.message.tool_calls
+        assert found.message.content is None
+        if choice == NAMED:
+            assert call.function.name == "get_weather"
+        if call.function.name == "get_weather":
+            arguments = json.loads(call.function.arguments)
+            assert arguments["city"] in ("Paris", "Rome")
+            assert arguments["day"] in (1, 2, 3)
+        message, _ = streamed(server, **body)
+        assert message["calls"] == {0: [call.function.name, call.function.arguments]}
+
+
+class Answer(BaseModel):
+    city: str
+    days: list[int]
+
+
+def test_answers_of_a_schema(server: Any) -> None:
+    """The client's parse() gives the model's answer as an object of a class."""
+    biases = bias(server, {" ": -80, '"': 90, "]": 80, "0": 70})  # random texts would be long
+    answer = server.client().chat.completions.parse(
+        model="tiny", messages=MESSAGES, max_tokens=400, seed=2, response_format=Answer,
+        logit_bias=biases,
+    )  # fmt: skip
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+    anything = create(
+        server,
+        response_format={"type": "json_object"},
+        logit_bias=bias(server, {" ": -80, "}": 50}),
+    )
+    assert isinstance(json.loads(anything.choices[0].message.content), dict)
+
+
+def test_reasoning_is_apart(server: Any) -> None:
+    """Reasoning is in a field of its own; the prompt may have begun it."""
+    server.state.formats = Formats(None, ("<", ">"))  # marks that two bytes make
+    biases = bias(server, {"<": 100})
+    (choice,) = create(server, logit_bias=biases, max_tokens=3, temperature=0).choices
+    assert choice.message.content in (None, "")
+    assert choice.message.reasoning_content == "<<"
+    prompt = [*MESSAGES, {"role": "assistant", "content": "<"}]
+    extra = {"add_generation_prompt": False, "continue_final_message": True}
+    extra["structured_outputs"] = None
+    message, _ = streamed(
+        server, messages=prompt, max_tokens=3, extra_body=extra,
+        logit_bias=bias(server, {">": -100, "x": 100}),
+    )  # fmt: skip
+    assert (message["reasoning"], message["content"]) == ("xxx", "")
+
+
+def test_an_unknown_format_is_refused(server: Any) -> None:
+    """Tools need a format that the template tells or the operator names."""
+    server.state.formats = Formats()
+    body = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER]}
+    status, answer = server.ask("POST", "/v1/chat/completions", body)
+    assert status == 400
+    assert "start the server with --tool-call-parser, one of hermes," in answer["error"]["message"]
+    body |= {"tool_choice": "required", "max_tokens": 1}  # which needs none
+    assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [NOW, NOW]}, "tools[1]: two tools are named"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0] should be a function with a name"),
+    ({"tools": [NOW], "tool_choice": {"function": {"name": "x"}}}, "tool_choice should be auto"),
+    (
+        {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format and a tool_choice that wants calls exclude each other",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}},
+        "structured_outputs cannot be followed: Invalid type: frob",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format should be of type text"),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), REFUSED)
+def test_what_is_refused(server: Any, body: dict[str, Any], says: str) -> None:
+    """Each mistake is told by the name of its field."""
+    status, answer = server.ask(
+        "POST", "/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, **body}
+    )
+    assert status == 400
+    assert says in answer["error"]["message"]

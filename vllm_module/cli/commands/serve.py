@@ -1,0 +1,231 @@
+"""``vllm-module serve``: answer requests over HTTP."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vllm_module.base.messages import printable
+from vllm_module.cli.options import (
+    CacheDType,
+    CacheDTypeOption,
+    DeviceOptions,
+    LengthOption,
+    ModelOptions,
+    Options,
+    PrecisionOptions,
+    RankOptions,
+    Source,
+)
+from vllm_module.cli.output import CommandError, announce
+from vllm_module.cli.ranks import is_first_rank
+from vllm_module.cli.serving import serving
+
+if TYPE_CHECKING:
+    from vllm_module.server.listener import Listener
+    from vllm_module.server.state import State
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class ServerOptions(Options):
+    """Where a server listens, who may ask, and how much."""
+
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on; 0.0.0.0 for every one.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 takes any that is free.")
+    ] = 8000
+    uds: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Listen on a Unix socket instead.", show_default=False),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate, for https.", show_default=False),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Key of the certificate.", show_default=False),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="VLLM_MODULE_API_KEY",
+            help="Key that clients have to send; may be repeated. Without one, all may ask. In the "
+            "environment, other users of the machine do not see it.",
+            show_default=False,
+        ),
+    ] = None
+    admin_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="VLLM_MODULE_ADMIN_KEY",
+            help="Key for /pause, /resume, /update_weights and /abort, which are off without one.",
+            show_default=False,
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the model in requests; may be repeated. Default: CKPT as given.",
+            show_default=False,
+        ),
+    ] = None
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Samples that may wait beside those of a step; more are refused with 503.",
+        ),
+    ] = 1024
+    max_prompts: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most prompts of one request.")
+    ] = 256
+    max_body_mib: Annotated[
+        int, typer.Option(min=1, metavar="MIB", help="Largest body of a request.")
+    ] = 16
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the model writes calls of tools: hermes, qwen3_coder, glm, llama3, mistral, "
+            "deepseek, kimi, harmony or none. auto: as its chat template says.",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="auto: reasoning between the marks of the chat template is apart from content; "
+            "none: it is content.",
+        ),
+    ] = "auto"
+    stop_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="At the first SIGTERM or Ctrl-C, running requests may take this long; the second "
+            "ends them.",
+        ),
+    ] = 30
+
+
+def serve(
+    source: Source,
+    *,
+    server: ServerOptions,
+    ranks: RankOptions,
+    precision: PrecisionOptions,
+    model: ModelOptions,
+    kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
+    max_model_len: LengthOption = None,
+    devices: DeviceOptions,
+) -> None:
+    """Answer requests over HTTP.
+
+    The protocols are OpenAI's and Anthropic's. The paths are /v1/completions, /v1/chat/completions,
+    /v1/responses, /v1/messages, /v1/embeddings, /v1/models, /tokenize, /detokenize, /health,
+    /ready, /version, /metrics and /weight_version; for operators /pause, /resume, /update_weights
+    and /abort. While the model is loading, /health answers 503. Sampling parameters that a request
+    leaves out are those of generation_config.json, else the protocol's.
+    With --tp, each rank is a process; under torchrun, rank 0 answers.
+    """
+    with ExitStack() as stack:
+        if is_first_rank():
+            listener, state = stack.enter_context(_listening(source, server))
+        loading = serving(
+            source,
+            ranks,
+            precision,
+            model,
+            devices,
+            encoders=True,
+            max_model_len=max_model_len,
+            kv_cache_dtype=kv_cache_dtype.value,
+        )
+        llm = stack.enter_context(loading)  # returns on the first rank only
+        from vllm_module.runtime.async_llm import AsyncLLM
+        from vllm_module.server.tools import Formats
+
+        engine = AsyncLLM(llm, max_waiting=server.max_waiting)
+        stack.callback(engine.close)
+        gc.collect()
+        gc.freeze()  # what is loaded is no garbage, and no pass has to visit it
+        stack.callback(gc.unfreeze)
+        stack.enter_context(_stopping(listener.stop))
+        state.formats = Formats.of(
+            llm.get_chat_template(), server.tool_call_parser, server.reasoning_parser
+        )
+        state.loaded, state.llm = int(time.time()), engine
+        announce(f"serving {printable(source)} at {listener.url}")
+        listener.join()
+
+
+@contextmanager
+def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, State]]:
+    """Answer requests in a thread until the end of the block."""
+    from vllm_module.server.app import application
+    from vllm_module.server.endpoint import Keys, Limits
+    from vllm_module.server.listener import Address, Listener
+    from vllm_module.server.state import State
+    from vllm_module.server.tool_formats import FORMATS
+
+    if options.tool_call_parser not in ("auto", "none", *FORMATS):
+        raise typer.BadParameter(
+            f"{options.tool_call_parser!r} is none of auto, none, {', '.join(FORMATS)}",
+            param_hint="--tool-call-parser",
+        )
+    if options.reasoning_parser not in ("auto", "none"):
+        raise typer.BadParameter("it is auto or none", param_hint="--reasoning-parser")
+    if (options.ssl_certfile is None) != (options.ssl_keyfile is None):
+        raise typer.BadParameter("TLS needs both files", param_hint="--ssl-certfile, --ssl-keyfile")
+    address = Address(
+        options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
+    )
+    state = State(options.served_model_name or [source], options.max_prompts)
+    keys = Keys(options.api_key or (), options.admin_key or ())
+    app = application(state, keys, Limits(options.max_body_mib << 20))
+    try:
+        listener = Listener(app, address, options.stop_seconds)
+    except OSError as error:
+        where = options.uds or f"{options.host}:{options.port}"
+        raise CommandError(
+            f"cannot listen on {printable(str(where))}: {error.strerror or error}"
+        ) from error
+    if not options.api_key and options.uds is None and options.host not in _LOOPBACK:
+        announce(f"no --api-key: whoever reaches {listener.url} may use the model")
+    listener.start()
+    try:
+        yield listener, state
+    finally:
+        listener.stop()
+        listener.stop()
+        listener.join()
+
+
+@contextmanager
+def _stopping(stop: Callable[[], None]) -> Iterator[None]:
+    """Call ``stop`` at SIGTERM and Ctrl-C, which otherwise end the process."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,249 @@
+"""``AsyncLLM``: an engine for callers in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar, get_args
+
+from vllm_module.base.messages import describe_error, shorten
+from vllm_module.errors import EngineBusyError
+from vllm_module.runtime.engine_thread import EngineThread, Inbox, PauseMode
+from vllm_module.runtime.llm import LLM
+from vllm_module.runtime.outputs import EmbeddingRequestOutput, RequestOutput
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.text.prompts import Prompt, Tokenization, prompt_text, token_ids
+from vllm_module.weights import Weight
+
+MAX_WAITING = 1024  # samples that may wait, beside those that a step computes
+
+_T = TypeVar("_T")
+
+
+class AsyncLLM:
+    """An :class:`~vllm_module.LLM` for coroutines; a thread of its own steps the engine.
+
+    ``async for output in llm.generate("Once upon a time"): print(output.outputs[0].text)``
+
+    Args:
+        model: as for :class:`~vllm_module.LLM`, or an ``LLM``, which :meth:`close` closes.
+        max_waiting: most samples that are accepted beside the ``max_num_seqs`` of a step. More are
+            refused with :class:`~vllm_module.errors.EngineBusyError`.
+        arguments: those of :class:`~vllm_module.LLM`.
+
+    A task that is cancelled, or a generator that is closed or dropped, ends its request. Its pages
+    are free before the next step. Tokens are those of ``LLM`` for the same requests. If a step
+    fails, every call that had a request in it raises ``RuntimeError`` with the reason.
+
+    Attributes:
+        llm: the engine; other threads may use its methods, which wait for the end of a step.
+
+    """
+
+    def __init__(
+        self, model: str | LLM, *, max_waiting: int = MAX_WAITING, **arguments: Any
+    ) -> None:
+        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 0:
+            raise ValueError(f"max_waiting should be an integer from 0, got {shorten(max_waiting)}")
+        if isinstance(model, LLM) and arguments:
+            raise ValueError(f"the LLM exists already: leave out {', '.join(sorted(arguments))}")
+        self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
+        self.max_requests = self.llm.engine.scheduler.max_num_seqs + max_waiting
+        self._ids = itertools.count()
+        self._lock = threading.Lock()  # several event loops may count
+        self._accepted = 0  # samples of calls that have not ended
+        self._thread = EngineThread(self.llm)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        every_token: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt, and yield the whole output so far as new tokens come.
+
+        Args:
+            prompt, sampling_params: as for :meth:`~vllm_module.LLM.generate`.
+            request_id: an id for :meth:`abort`, which no running request has.
+            every_token: whether outputs before the last one are yielded. Where the caller is slow,
+                one output may have several new tokens.
+
+        Raises:
+            ValueError: the prompt is refused.
+            EngineBusyError: too many requests wait.
+            RuntimeError: a step failed, or the engine was closed.
+
+        Otherwise as :meth:`~vllm_module.LLM.generate`.
+
+        """
+        outputs = self.serve([prompt], sampling_params, request_id, every_token=every_token)
+        try:
+            async for _, output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def serve(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        every_token: bool = False,
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Continue prompts together; yield the index of each, and its output when it is complete.
+
+        Arguments and errors are those of :meth:`generate`. If a prompt is refused, none is served.
+        The request with index i has the id ``f"{request_id}-{i}"``, unless it is alone.
+        """
+        given = sampling_params
+        params = self.llm.get_default_sampling_params() if given is None else given
+        name = f"async-{next(self._ids)}" if request_id is None else request_id
+        ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
+        with self._accepting(params.n * len(prompts)):
+            tokenized = await self._tokenize(prompts)
+            inbox = Inbox(every_token)
+            unfinished = len(prompts)
+            try:
+                self._thread.put(lambda: self._thread.add(inbox, ids, tokenized, params))
+                while unfinished:
+                    for index, output in (await inbox.take()).items():
+                        unfinished -= output.finished
+                        yield index, output
+            finally:
+                inbox.left = True
+                if unfinished:
+                    with suppress(RuntimeError):  # closed: the request has ended
+                        self._thread.put(
+                            lambda: self._thread.abort(lambda _, whose: whose is inbox)
+                        )
+
+    @contextmanager
+    def _accepting(self, samples: int) -> Iterator[None]:
+        """Count samples while they are served. Raises ``EngineBusyError`` if there are too many."""
+        with self._lock:
+            accepted = self._accepted
+            if accepted + samples > self.max_requests:
+                raise EngineBusyError(
+                    f"{accepted} samples are computed or wait, and {samples} more would be above "
+                    f"{self.max_requests} (max_num_seqs + max_waiting): try again later"
+                )
+            self._accepted += samples
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._accepted -= samples
+
+    async def _tokenize(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Replace texts by their tokens, which a thread of a pool computes."""
+
+        def tokenize(prompt: Prompt) -> Prompt:
+            if prompt_text(prompt) is None:
+                return prompt
+            given = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+            if given.get("prompt_token_ids") is not None:
+                return prompt
+            ids = token_ids(prompt, self.llm.get_tokenizer, Tokenization())
+            return {**given, "prompt_token_ids": ids}
+
+        if all(prompt_text(prompt) is None for prompt in prompts):
+            return list(prompts)
+        return await asyncio.to_thread(lambda: [tokenize(prompt) for prompt in prompts])
+
+    async def call(self, function: Callable[[LLM], _T]) -> _T:
+        """Call a function with the ``LLM`` between two steps, in the engine's thread."""
+        result: Future[_T] = Future()
+
+        def run() -> Iterable[Request]:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function(self.llm))
+                except Exception as error:
+                    result.set_exception(error)
+                except BaseException as error:  # sys.exit() in a function, for example
+                    result.set_exception(RuntimeError(describe_error(error)))
+            return ()
+
+        self._thread.put(run)
+        return await asyncio.wrap_future(result)
+
+    async def abort(self, request_id: str) -> None:
+        """End the requests of a call of :meth:`generate` or :meth:`serve`, which yields so.
+
+        Does nothing if there is none with this id.
+        """
+        ids = re.compile(rf"{re.escape(request_id)}(-\d+)?")
+        self._thread.put(
+            lambda: self._thread.abort(lambda each, _: ids.fullmatch(each) is not None)
+        )
+
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Compute no step until :meth:`resume`; new requests wait.
+
+        Args:
+            mode: ``"abort"`` ends running requests, ``"wait"`` returns when they are complete, and
+                ``"keep"`` lets them continue after :meth:`resume`.
+            clear_cache: whether cached pages are evicted. Requests that are kept have theirs.
+
+        """
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode should be 'abort', 'wait' or 'keep', got {shorten(mode)}")
+        drained: Future[None] = Future()
+        self._thread.put(lambda: self._thread.pause(mode, drained))
+        await asyncio.wrap_future(drained)
+        if clear_cache:
+            await self.call(lambda llm: llm.reset_prefix_cache())
+
+    async def resume(self) -> None:
+        """Compute steps again, with the requests that have waited."""
+        self._thread.put(self._thread.resume)
+
+    @property
+    def is_paused(self) -> bool:
+        """True from :meth:`pause` to :meth:`resume`."""
+        return self._thread.paused
+
+    async def update_weights(
+        self,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        *,
+        digests: Mapping[str, str] | None = None,
+    ) -> None:
+        """Update weights between two steps, as :meth:`~vllm_module.LLM.update_weights`."""
+        await self.call(lambda llm: llm.update_weights(weights, digests=digests))
+
+    async def embed(
+        self, prompts: Sequence[Prompt], **options: Any
+    ) -> list[EmbeddingRequestOutput]:
+        """Return an embedding of each prompt, as :meth:`~vllm_module.LLM.embed`."""
+        return await self.call(lambda llm: llm.embed(prompts, use_tqdm=False, **options))
+
+    async def check_health(self) -> None:
+        """Raise if the engine has ended, for example because a rank did.
+
+        While requests run, steps find a rank that has ended.
+        """
+        if self._thread.running:
+            if self.llm.executor.end is not None:
+                raise RuntimeError(f"the engine has ended: {self.llm.executor.end}")
+        else:
+            await self.call(lambda llm: llm.executor.check())
+
+    def close(self) -> None:
+        """End all requests, the thread and the engine. May be called more than once."""
+        self._thread.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)

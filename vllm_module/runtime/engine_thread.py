@@ -1,0 +1,259 @@
+"""The thread that steps an engine for callers in event loops, which it gives their outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Literal
+
+from vllm_module.base.messages import describe_error
+from vllm_module.runtime.llm import LLM
+from vllm_module.runtime.outputs import RequestOutput
+from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.text.prompts import Prompt, Tokenization
+
+PauseMode = Literal["abort", "wait", "keep"]
+Call = Callable[[], Iterable[Request]]  # returns the requests that it has added
+
+_log = logging.getLogger(__name__)
+_CLOSED = "the engine was closed"
+
+
+class _ClosingError(Exception):
+    """The engine's thread is to end."""
+
+
+class Inbox:
+    """The latest outputs of the prompts of one call; all of it belongs to the caller's event loop.
+
+    Attributes:
+        latest: outputs that the caller has not taken yet, by the index of the prompt.
+        every_token: whether outputs before the last one are wanted.
+        failure: reason why no output comes any more.
+        left: True once the caller takes none any more; the engine's thread reads it.
+
+    """
+
+    def __init__(self, every_token: bool) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.arrived = asyncio.Event()
+        self.every_token = every_token
+        self.latest: dict[int, RequestOutput] = {}
+        self.failure: Exception | None = None
+        self.left = False
+
+    def put(self, index: int, output: RequestOutput | Exception) -> None:
+        """Keep an output, or why there is none, and wake the caller."""
+        if isinstance(output, Exception):
+            self.failure = output
+        else:
+            self.latest[index] = output
+        self.arrived.set()
+
+    async def take(self) -> dict[int, RequestOutput]:
+        """Wait for outputs, and return them; raise the failure, if there is one."""
+        while not self.latest:
+            if self.failure is not None:
+                raise self.failure
+            self.arrived.clear()
+            await self.arrived.wait()
+        latest, self.latest = self.latest, {}
+        return latest
+
+
+_News = tuple[Inbox, int, RequestOutput | Exception]  # the index of a prompt, and its output
+
+
+class EngineThread:
+    """Steps the engine of an ``LLM``, and carries out calls between two steps, one after another.
+
+    Whatever changes the engine is such a call, so nobody waits for the engine's lock.
+
+    Attributes:
+        running: running requests, each with its caller's inbox and the index of its prompt.
+        paused: True from :meth:`pause` to :meth:`resume`.
+
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.running: dict[Request, tuple[Inbox, int]] = {}
+        self.paused = False
+        self._lock = threading.Lock()  # nothing is put behind None, which ends the thread
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._closed = False
+        self._news: dict[asyncio.AbstractEventLoop, list[_News]] = {}
+        self._draining = False  # running requests end first, and new ones are held
+        self._held: list[Call] = []
+        self._drained: list[Future[None]] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Call | None) -> None:
+        """Have the thread carry out a call after those before it; ``None`` is the last one."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            self._closed = call is None
+            self._calls.put(call)
+
+    def close(self) -> None:
+        """End all requests, the thread and the engine. May be called more than once."""
+        with suppress(RuntimeError):
+            self.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # From here on, everything runs in the thread.
+
+    def pause(self, mode: PauseMode, drained: Future[None]) -> Iterable[Request]:
+        """Compute no more steps, once running requests have ended as ``mode`` says."""
+        self.paused = True
+        self._drained.append(drained)
+        if mode == "keep":
+            return self._stop_draining()
+        self._draining = True
+        return self.abort(lambda *_: True) if mode == "abort" else ()
+
+    def resume(self) -> Iterable[Request]:
+        """Compute steps again; return the requests that have waited."""
+        self.paused = False
+        return self._stop_draining()
+
+    def _stop_draining(self) -> list[Request]:
+        """Add the requests that have waited for the others' end, and tell who waits for it."""
+        self._draining = False
+        drained, self._drained = self._drained, []
+        for each in drained:
+            if each.set_running_or_notify_cancel():  # its waiter may have been cancelled
+                each.set_result(None)
+        held, self._held = self._held, []
+        return [request for add in held for request in add()]
+
+    def _run(self) -> None:
+        engine = self.llm.engine
+        while True:
+            try:
+                for _, news in engine.serve(self._arrivals(), self._output, every_token=True):
+                    self._deliver(*news)
+            except _ClosingError:
+                break
+            except BaseException as error:
+                _log.exception("a step failed, and all requests end with its error")
+                self._fail(f"a step failed: {describe_error(error)}", error)
+        self._fail(_CLOSED)
+        try:
+            self.llm.close()
+        except Exception:
+            _log.exception("the engine could not be closed")
+
+    def _arrivals(self) -> Iterator[Request | None]:
+        """Carry out calls; yield new requests, and ``None`` where a step is to be computed."""
+        while True:
+            self._tell()
+            if self._draining and not self.running:
+                yield from self._stop_draining()
+            goes_on = bool(self.running)
+            if self.paused and not self._draining:  # no step, but the end of what was aborted
+                goes_on = any(request.finished for request in self.running)
+            try:
+                call = self._calls.get(block=not goes_on)
+            except queue.Empty:
+                yield None
+                continue
+            if call is None:
+                raise _ClosingError
+            yield from call()
+
+    def add(
+        self, inbox: Inbox, ids: list[str], prompts: Sequence[Prompt], params: SamplingParams
+    ) -> Iterable[Request]:
+        """Add the requests of a call, or none if one is refused."""
+        if inbox.left:
+            return ()
+        if self._draining and not self._closed:
+            self._held.append(lambda: self.add(inbox, ids, prompts, params))
+            return ()
+        added: list[Request] = []
+        try:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            self.llm._check("generate")
+            for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+                request = self.llm._add(
+                    prompt,
+                    params,
+                    Tokenization(),
+                    streamed=inbox.every_token,
+                    request_id=request_id,
+                )
+                if isinstance(request, RequestOutput):
+                    which = f"prompt {index}: " if len(prompts) > 1 else ""
+                    raise ValueError(f"{which}{request.error}")
+                added.append(request)
+        except Exception as error:
+            for request in added:
+                self.llm.engine.abort(request.request_id)
+            self._note(inbox, 0, error)
+            return ()
+        for index, request in enumerate(added):
+            self.running[request] = inbox, index
+        return added
+
+    def abort(self, which: Callable[[str, Inbox], bool]) -> Iterable[Request]:
+        """End the running requests that ``which`` chooses by their id and their caller."""
+        for request, (inbox, _) in self.running.items():
+            if which(request.request_id, inbox):
+                self.llm.engine.abort(request.request_id)
+        return ()
+
+    def _output(self, request: Request) -> tuple[Request, bool, RequestOutput | None]:
+        """Return whether a request has ended, and its output, unless nobody wants it so far."""
+        inbox, _ = self.running[request]
+        wanted = (inbox.every_token or request.finished) and not inbox.left
+        return request, request.finished, self.llm._output(request) if wanted else None
+
+    def _deliver(self, request: Request, ended: bool, output: RequestOutput | None) -> None:
+        inbox, index = self.running[request]
+        if ended:
+            del self.running[request]
+        if output is not None:
+            self._note(inbox, index, output)
+
+    def _note(self, inbox: Inbox, index: int, output: RequestOutput | Exception) -> None:
+        self._news.setdefault(inbox.loop, []).append((inbox, index, output))
+
+    def _tell(self) -> None:
+        """Give event loops what is new in their inboxes, in one call for each loop."""
+        news, self._news = self._news, {}
+        for loop, entries in news.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, entries)
+            except RuntimeError:  # the loop is closed, and its callers are gone
+                gone = {id(inbox) for inbox, _, _ in entries}
+                self.abort(lambda _, inbox, gone=gone: id(inbox) in gone)  # type: ignore[misc]
+
+    def _fail(self, reason: str, cause: BaseException | None = None) -> None:
+        """End every call that has requests with ``reason``."""
+        for request, (inbox, _) in self.running.items():
+            self.llm.engine.abort(
+                request.request_id
+            )  # does nothing for those that the engine has ended
+            failure = RuntimeError(reason)
+            failure.__cause__ = cause
+            self._note(inbox, 0, failure)
+        self.running.clear()
+        if self._closed:
+            self._stop_draining()
+        self._tell()
+
+
+def _put_all(news: list[_News]) -> None:
+    for inbox, index, output in news:
+        inbox.put(index, output)

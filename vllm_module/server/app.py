@@ -1,0 +1,81 @@
+"""The ASGI application: its routes, and the errors of requests that no route answers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from vllm_module.server import operations, tokens
+from vllm_module.server.chat import chat_completions
+from vllm_module.server.completions import completions
+from vllm_module.server.endpoint import Answer, Endpoint, Keys, Limits, Right
+from vllm_module.server.errors import ApiError
+from vllm_module.server.messages import messages
+from vllm_module.server.protocol import (
+    AbortBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    EmptyBody,
+    MessagesBody,
+    PauseBody,
+    ResponsesBody,
+    TokenizeBody,
+    UpdateBody,
+)
+from vllm_module.server.responses import responses
+from vllm_module.server.state import State
+
+_Handler = Callable[[State, Any], Awaitable[Answer]]
+ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
+    ("GET", "/health", "open", EmptyBody, operations.health),
+    ("GET", "/ready", "open", EmptyBody, operations.ready),
+    ("GET", "/version", "open", EmptyBody, operations.version),
+    ("GET", "/metrics", "open", EmptyBody, operations.metrics),
+    ("GET", "/v1/models", "api", EmptyBody, operations.models),
+    ("POST", "/v1/completions", "api", CompletionBody, completions),
+    ("POST", "/v1/chat/completions", "api", ChatBody, chat_completions),
+    ("POST", "/v1/responses", "api", ResponsesBody, responses),
+    ("POST", "/v1/messages", "api", MessagesBody, messages),
+    ("POST", "/v1/embeddings", "api", EmbeddingBody, tokens.embeddings),
+    ("POST", "/tokenize", "api", TokenizeBody, tokens.tokenize),
+    ("POST", "/detokenize", "api", DetokenizeBody, tokens.detokenize),
+    ("GET", "/weight_version", "api", EmptyBody, operations.weight_version),
+    ("POST", "/pause", "admin", PauseBody, operations.pause),
+    ("POST", "/resume", "admin", EmptyBody, operations.resume),
+    ("POST", "/update_weights", "admin", UpdateBody, operations.update_weights),
+    ("POST", "/abort", "admin", AbortBody, operations.abort),
+)
+
+
+def application(state: State, keys: Keys, limits: Limits) -> Starlette:
+    """Return the application of a server."""
+    routes = [
+        Route(
+            path,
+            Endpoint(partial(handler, state), kind, right, keys, limits),
+            methods=[method],
+        )
+        for method, path, right, kind, handler in ROUTES
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _unanswered})
+
+
+async def _unanswered(request: Request, error: Exception) -> JSONResponse:
+    """Answer what no route does: another path, or another method."""
+    assert isinstance(error, HTTPException)
+    message = {
+        404: "there is no such path: /v1/models, /v1/completions and others are in the docs",
+        405: f"this path has no {request.method}",
+    }.get(error.status_code, error.detail)
+    told = ApiError(error.status_code, message)
+    return JSONResponse(told.body, error.status_code, headers=error.headers)

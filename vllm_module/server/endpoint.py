@@ -1,0 +1,224 @@
+"""One route: its key, its body, its answer, and the departure of its client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pydantic_core
+from starlette.types import Message, Receive, Scope, Send
+
+from vllm_module.server.errors import ApiError, as_api_error
+from vllm_module.server.protocol import Body
+
+Events = AsyncGenerator[dict[str, Any], None]
+Answer = dict[str, Any] | list[Any] | str | Events
+Right = Literal["open", "api", "admin"]
+
+_log = logging.getLogger(__name__)
+
+
+class Keys:
+    """The keys of a server, of which only digests are kept; they are compared in constant time."""
+
+    def __init__(self, api: Collection[str], admin: Collection[str]) -> None:
+        self._admin = [_digest(key.encode()) for key in admin]
+        self._api = [_digest(key.encode()) for key in api]
+
+    def check(self, scope: Scope, right: Right) -> None:
+        """Raise ``ApiError`` if the request has no key for what it wants."""
+        if right == "open" or (right == "api" and not self._api):
+            return
+        if right == "admin" and not self._admin:
+            raise ApiError(403, "this is for operators: start the server with an admin key")
+        given = _header(scope, b"authorization")
+        own = given[7:] if given[:7].lower() == b"bearer " else b""
+        digest = _digest(own or _header(scope, b"x-api-key"))  # the latter is Anthropic's
+        keys = self._admin if right == "admin" else self._api + self._admin
+        if not sum(hmac.compare_digest(digest, key) for key in keys):  # every key is compared
+            raise ApiError(
+                401, "the key is missing or wrong: send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )  # fmt: skip
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    """Return the first value of a header, or nothing."""
+    return next((value for name, value in scope["headers"] if name == wanted), b"")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest size of a body, and the longest time in which it has to arrive."""
+
+    body_bytes: int = 16 << 20
+    body_seconds: float = 30.0
+
+
+class Endpoint:
+    """An ASGI application that answers one path.
+
+    Args:
+        handler: function from a checked body to a JSON value, a text, or events to stream. It is
+            cancelled when the client goes away.
+        kind: the class of the body; without fields, the request has none.
+        right: who may ask.
+        keys, limits: of the server.
+
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[Any], Awaitable[Answer]],
+        kind: type[Body],
+        right: Right,
+        keys: Keys,
+        limits: Limits,
+    ) -> None:
+        self._handler, self._kind, self._right = handler, kind, right
+        self._keys, self._limits = keys, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            self._keys.check(scope, self._right)
+            body = await self._read(scope, receive)
+        except _GoneError:
+            return
+        except ApiError as error:
+            await send_json(send, error.status, self._kind.told(error))
+            return
+        work = asyncio.ensure_future(self._work(body, send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _read(self, scope: Scope, receive: Receive) -> Body:
+        """Receive a body within the limits, and check it."""
+        try:
+            seconds = self._limits.body_seconds
+            data = await asyncio.wait_for(self._receive(scope, receive), seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+        if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
+            return self._kind.of({})
+        kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # which a page of another origin cannot send unasked
+            raise ApiError(415, "send the body with 'Content-Type: application/json'")
+        try:
+            given = pydantic_core.from_json(data, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON: {error}") from None
+        return self._kind.of(given)
+
+    async def _receive(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._limits.body_bytes
+        too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+        length = _header(scope, b"content-length")
+        if length.isdigit() and int(length[:20]) > limit:
+            raise too_large
+        chunks, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _GoneError
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > limit:
+                raise too_large
+            more = message.get("more_body", False)
+        return b"".join(chunks)
+
+    async def _work(self, body: Body, send: Send) -> None:
+        try:
+            answer = await self._handler(body)
+            if isinstance(answer, AsyncGenerator):
+                await self._send_events(send, answer)
+            elif isinstance(answer, str):
+                await _send(send, 200, b"text/plain; charset=utf-8", answer.encode())
+            else:
+                await send_json(send, 200, answer)
+        except Exception as error:
+            told = _told(error)
+            await send_json(send, told.status, self._kind.told(told))
+
+    async def _send_events(self, send: Send, events: Events) -> None:
+        """Send server-sent events; an error before the first one is raised, and later is one.
+
+        Events that have a type are named by it. Others are OpenAI's chunks, which ``[DONE]`` ends,
+        unless an error does.
+        """
+        async with aclosing(events):
+            first = await anext(events)
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # nginx would hold events back
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send(_event(first))
+            end = b"" if "type" in first else b"data: [DONE]\n\n"
+            try:
+                async for each in events:
+                    await send(_event(each))
+            except Exception as error:
+                await send(_event(self._kind.told(_told(error))))
+                end = b""
+        await send({"type": "http.response.body", "body": end})
+
+
+class _GoneError(Exception):
+    """The client went away before its body was complete."""
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _told(error: Exception) -> ApiError:
+    """Return what a client is told of an error; log those that are no client's."""
+    told = as_api_error(error)
+    if told.status == 500:
+        _log.error("a request failed: %s", told.message, exc_info=error)
+    return told
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def _event(value: dict[str, Any]) -> Message:
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    body = b"%bdata: %b\n\n" % (name, _encode(value))
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def send_json(send: Send, status: int, value: object) -> None:
+    """Send a JSON value as the whole answer."""
+    await _send(send, status, b"application/json", _encode(value))
+
+
+async def _send(send: Send, status: int, kind: bytes, data: bytes) -> None:
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(data))]
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

@@ -1,0 +1,51 @@
+"""Errors of requests, in the shape of the protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_module.base.messages import describe_error
+from vllm_module.errors import EngineBusyError, ModelNotReadyError
+
+
+class ApiError(Exception):
+    """A request is refused or failed; ``param`` is the field at fault."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = {401: "authentication_error", 403: "permission_error"}.get(self.status, kind)
+        entries = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": entries}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return what a client is told of an error: its own mistakes are 400, the engine's 5xx."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineBusyError):
+        return ApiError(503, str(error), code="engine_overloaded")
+    if isinstance(error, ModelNotReadyError):
+        return ApiError(503, str(error), code="not_ready")
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    return ApiError(500, describe_error(error))
+
+
+def field_error(error: ValueError, names: dict[str, str] | None = None) -> ApiError:
+    """Return a refusal whose message begins with the name of a field, which becomes ``param``.
+
+    ``names`` has the fields of the protocol for settings of ours that they become.
+    """
+    message = str(error).partition("\n")[0]
+    name, _, rest = message.partition(" ")
+    name = (names or {}).get(name, name)
+    param = name.partition("[")[0].rstrip(":")
+    return ApiError(400, f"{name} {rest}", param if param.isidentifier() else None)

@@ -1,0 +1,152 @@
+"""Text that grows while it is parsed, and the steps of which parsers of it consist.
+
+A step is a generator. It yields ``None`` when it needs more text, so that it decides nothing that
+more text could change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+SPACE = " \t\r\n"
+Kind: TypeAlias = Literal["content", "reasoning"]
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool: its name, and its arguments as the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class Delta(NamedTuple):
+    """What more text has brought: some content, some reasoning, or one complete call."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_call: ToolCall | None = None
+
+
+class Text:
+    """Text that grows at its end and is taken from its beginning.
+
+    Attributes:
+        rest: what was not taken yet.
+        ended: whether no more text comes.
+
+    """
+
+    def __init__(self) -> None:
+        self.rest = ""
+        self.ended = False
+
+    def take(self, length: int) -> str:
+        """Take ``length`` characters from the beginning."""
+        taken, self.rest = self.rest[:length], self.rest[length:]
+        return taken
+
+
+def until(text: Text, marks: Sequence[str], kind: Kind) -> Generator[Delta | None, None, str]:
+    """Yield text as ``kind`` up to the first mark; take the mark and return it, or "" at the end.
+
+    Spaces before a mark are dropped, so spaces wait for what follows them.
+    """
+    while True:
+        found = [(at, mark) for mark in marks if (at := text.rest.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            yield _delta(text.take(at + len(mark))[:at].rstrip(SPACE), kind)
+            return mark
+        if text.ended:
+            yield _delta(text.take(len(text.rest)), kind)
+            return ""
+        certain = text.rest[: len(text.rest) - _begun(text.rest, marks)]
+        yield _delta(text.take(len(certain.rstrip(SPACE) if marks else certain)), kind)
+        yield None
+
+
+def _delta(text: str, kind: Kind) -> Delta:
+    return Delta(content=text) if kind == "content" else Delta(reasoning=text)
+
+
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of ``text`` that begins a mark."""
+    most = max(map(len, marks), default=1) - 1
+    for length in range(min(most, len(text)), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0
+
+
+def begins(text: Text, *marks: str) -> Generator[None, None, str]:
+    """Return the mark that the text begins with after spaces, or ""; take it, not other text."""
+    while True:
+        begin = text.rest.lstrip(SPACE)
+        for mark in marks:
+            if begin.startswith(mark):
+                text.take(len(text.rest) - len(begin) + len(mark))
+                return mark
+        if text.ended or not any(mark.startswith(begin) for mark in marks):
+            return ""
+        yield None
+
+
+def skip_space(text: Text) -> Generator[None, None, None]:
+    """Take spaces up to another character or the end."""
+    yield from skip_blank(text)
+    text.rest = text.rest.lstrip(SPACE)
+
+
+def skip_blank(text: Text) -> Generator[None, None, None]:
+    """Take the rest of the text if it is nothing but spaces; else take nothing."""
+    while not text.rest.strip(SPACE):
+        if text.ended:
+            text.rest = ""
+            return
+        yield None
+
+
+def take_to(text: Text, mark: str) -> Generator[None, None, str | None]:
+    """Take text up to ``mark``, and the mark; ``None``, with nothing taken, if it never comes."""
+    searched = 0
+    while (at := text.rest.find(mark, searched)) < 0:
+        if text.ended:
+            return None
+        searched = max(0, len(text.rest) - len(mark) + 1)
+        yield None
+    return text.take(at + len(mark))[:at]
+
+
+def take_json(text: Text) -> Generator[None, None, str | None]:
+    """Take spaces and a JSON object or array; ``None``, with nothing taken, if there is none."""
+    at, opened, string, escaped = 0, 0, False, False
+    while True:
+        while at < len(text.rest):
+            char = text.rest[at]
+            at += 1
+            if string:
+                escaped, string = char == "\\" and not escaped, char != '"' or escaped
+            elif char in "{[":
+                opened += 1
+            elif char in "}]" and opened:
+                opened -= 1
+                if not opened:
+                    return text.take(at)
+            elif char == '"' and opened:
+                string = True
+            elif not opened and char not in SPACE:
+                return None
+        if text.ended:
+            return None
+        yield None
+
+
+def take_section(text: Text, begin: str, end: str) -> Generator[None, None, tuple[str | None, str]]:
+    """Take text up to ``end``, after ``begin`` was taken; return it, and all of it with the marks.
+
+    If the end never comes, nothing is taken: the section is ``None``, and what is returned beside
+    it is ``begin`` alone.
+    """
+    body = yield from take_to(text, end)
+    return body, begin if body is None else begin + body + end

@@ -1,0 +1,120 @@
+"""The socket of a server, and the thread that answers on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens: a host and a port (0 for any), or a Unix socket.
+
+    Attributes:
+        ssl_certfile, ssl_keyfile: files of TLS, or ``None`` for HTTP without it.
+
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+
+    def open(self) -> socket.socket:
+        """Return a socket that listens. Raises ``OSError`` if the address is taken."""
+        if self.uds is None:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            address = (self.host, self.port)
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(self.uds.stat().st_mode) and not _answers(self.uds):
+                self.uds.unlink()  # a server that was killed has left it
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            listening.bind(str(self.uds))
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        return listening
+
+    def url(self, listening: socket.socket) -> str:
+        """Return the URL, for people."""
+        scheme = "http" if self.ssl_certfile is None else "https"
+        if self.uds is not None:
+            return f"{scheme}+unix://{self.uds}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+class Listener:
+    """Answers requests in a thread with an event loop of its own.
+
+    Args:
+        app: the application.
+        address: where to listen.
+        stop_seconds: how long running requests may take after :meth:`stop`; then they are ended.
+
+    Attributes:
+        url: the server's URL.
+
+    """
+
+    def __init__(self, app: ASGIApp, address: Address, stop_seconds: int = 30) -> None:
+        self._address = address
+        config = uvicorn.Config(
+            app,
+            ssl_certfile=address.ssl_certfile,
+            ssl_keyfile=address.ssl_keyfile,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=stop_seconds,
+        )
+        config.load()  # raises if the files of TLS cannot be read
+        self._server = uvicorn.Server(config)
+        self._socket = address.open()
+        self.url = address.url(self._socket)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="http", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Accept no more connections, and let running requests end; a second call ends them.
+
+        Signal handlers may call it.
+        """
+        self._server.force_exit = self._server.should_exit
+        self._server.should_exit = True
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+        self._socket.close()
+        if self._address.uds is not None:
+            with suppress(OSError):
+                os.unlink(self._address.uds)

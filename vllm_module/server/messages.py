@@ -1,0 +1,194 @@
+"""``/v1/messages``: conversations as Anthropic's clients have them.
+
+Names and events are those of https://docs.claude.com/en/api/messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from vllm_module.base.messages import shorten
+from vllm_module.server.blocks import Block, Blocks, Change
+from vllm_module.server.conversation import Conversation
+from vllm_module.server.endpoint import Answer, Events
+from vllm_module.server.errors import ApiError
+from vllm_module.server.protocol import ChatBody, MessagesBody
+from vllm_module.server.state import State
+from vllm_module.server.tools import call_entry
+
+_STOP_REASONS = {"length": "max_tokens", "abort": "end_turn"}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+async def messages(state: State, body: MessagesBody) -> Answer:
+    """Answer a conversation."""
+    answer = _Answer(body, await Conversation.begin(state, _chat_body(body), "msg"))
+    return answer.events() if body.stream else await answer.whole()
+
+
+def _chat_body(body: MessagesBody) -> ChatBody:
+    """Return the request in OpenAI's words."""
+    listed = [] if body.system is None else [{"role": "system", "content": body.system}]
+    for number, message in enumerate(body.messages):
+        listed += _messages(message, f"messages[{number}]")
+    choice = body.tool_choice or {"type": "auto"}
+    kind = choice.get("type")
+    chosen: Any = {"any": "required", "auto": "auto", "none": "none"}.get(str(kind))
+    if kind == "tool":
+        chosen = {"type": "function", "function": {"name": choice.get("name")}}
+    if chosen is None:
+        refusal = f"tool_choice.type should be auto, any, tool or none, got {shorten(kind)}"
+        raise ApiError(400, refusal, "tool_choice")
+    sampling = dict(body.sampling)
+    if body.stop_sequences:
+        sampling["stop"] = body.stop_sequences
+    return ChatBody(
+        model=body.model,
+        messages=listed,
+        max_tokens=body.max_tokens,
+        stream=body.stream,
+        tools=[_function(tool) for tool in body.tools],
+        tool_choice=chosen,
+        parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
+        sampling=sampling,
+    )
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as OpenAI's clients describe it."""
+    if tool.get("type", "custom") != "custom":
+        message = f"a tool of type {shorten(tool['type'])} is not supported: describe functions"
+        raise ApiError(400, message, "tools")
+    function = {key: tool[key] for key in ("name", "description") if key in tool}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
+
+
+def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Yield the messages that one of Anthropic's stands for: results of tools are their own."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(content, list):
+        yield {"role": role, "content": content}
+        return
+    texts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for at, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "text":
+            texts.append({"type": "text", "text": block.get("text")})
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            result = block.get("content", "")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+        elif kind not in ("thinking", "redacted_thinking"):  # which templates leave out of history
+            raise ApiError(
+                400,
+                f"{where}.content[{at}] is not supported: only text, calls and their results are, "
+                f"got type {shorten(kind)}",
+                "messages",
+            )
+    if texts or calls or not content:
+        own: dict[str, Any] = {"role": role, "content": texts}
+        yield {**own, "tool_calls": calls} if calls else own
+
+
+class _Answer:
+    """The message that answers one request, whole or as events."""
+
+    def __init__(self, body: MessagesBody, conversation: Conversation) -> None:
+        self._body, self._conversation = body, conversation
+        self._blocks = Blocks()
+        self._ids: dict[int, str] = {}  # of calls, by their blocks
+
+    def _head(self, content: list[Any]) -> dict[str, Any]:
+        reason, sequence = self._stop()
+        return {
+            "id": self._conversation.generation.name,
+            "type": "message",
+            "role": "assistant",
+            "model": self._body.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "stop_details": None,
+            "container": None,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self._conversation.generation.usage()
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": self._conversation.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": counts["completion_tokens"],
+        }
+
+    def _stop(self) -> tuple[str | None, str | None]:
+        """Return the reason and the sequence at which the message stopped."""
+        piece = self._conversation.last
+        if piece is None:
+            return None, None
+        if isinstance(piece.stop_reason, str):
+            return "stop_sequence", piece.stop_reason
+        if self._conversation.calls and piece.finish_reason == "stop":
+            return "tool_use", None
+        return _STOP_REASONS.get(piece.finish_reason or "", "end_turn"), None
+
+    def _block(self, block: Block, text: str) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"type": "text", "text": text, "citations": None}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        assert block.call is not None
+        number = self._ids.setdefault(block.number, f"toolu_{call_entry(block.call)['id']}")
+        given = json.loads(text) if text else {}
+        return {
+            "type": "tool_use", "id": number, "name": block.call.name, "input": given,
+            "caller": {"type": "direct"},
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        async with aclosing(self._conversation.turns()) as turns:
+            async for _, deltas in turns:
+                for _ in self._blocks.feed(deltas):
+                    pass
+        for _ in self._blocks.finish():
+            pass
+        content = [self._block(block, block.text) for block in self._blocks.ended]
+        return self._head(content or [{"type": "text", "text": "", "citations": None}])
+
+    async def events(self) -> Events:
+        yield {"type": "message_start", "message": self._head([])}
+        async with aclosing(self._conversation.turns()) as turns:
+            async for _, deltas in turns:
+                for change in self._blocks.feed(deltas):
+                    yield self._event(change)
+        for change in self._blocks.finish():
+            yield self._event(change)
+        reason, sequence = self._stop()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _event(self, change: Change) -> dict[str, Any]:
+        what, block, text = change
+        if what == "begin":
+            begun = self._block(block, "")
+            return {
+                "type": "content_block_start", "index": block.number, "content_block": begun,
+            }  # fmt: skip
+        if what == "end":
+            return {"type": "content_block_stop", "index": block.number}
+        kind, key = _DELTAS[block.kind]
+        delta = {"type": kind, key: text}
+        return {"type": "content_block_delta", "index": block.number, "delta": delta}

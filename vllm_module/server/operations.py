@@ -1,0 +1,100 @@
+"""What operators and trainers ask of a server: health, metrics, weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_module.base.version import __version__
+from vllm_module.runtime.llm import LLM
+from vllm_module.server.errors import ApiError
+from vllm_module.server.metrics import prometheus_text
+from vllm_module.server.protocol import AbortBody, EmptyBody, PauseBody, UpdateBody
+from vllm_module.server.state import State
+from vllm_module.weights.source import find_source, open_weights
+
+
+async def health(state: State, _: EmptyBody) -> dict[str, Any]:
+    """Answer 200 if the engine lives, 503 while it is loading or after it has ended."""
+    llm = state.engine()
+    try:
+        await llm.check_health()
+    except RuntimeError as error:
+        raise ApiError(503, str(error), code="engine_dead") from error
+    return {"status": "ok"}
+
+
+async def ready(state: State, _: EmptyBody) -> dict[str, Any]:
+    """Answer 200 if requests are computed now; 503 also while the engine is paused or sleeps."""
+    await health(state, _)
+    llm = state.engine()
+    if llm.is_paused:
+        raise ApiError(503, "the engine is paused", code="not_ready")
+    if llm.llm.engine.refusal is not None and not llm.llm.no_text:
+        raise ApiError(503, llm.llm.engine.refusal, code="not_ready")
+    return {"status": "ready"}
+
+
+async def version(_: State, __: EmptyBody) -> dict[str, Any]:
+    """Return the version of this package."""
+    return {"version": __version__}
+
+
+async def metrics(state: State, _: EmptyBody) -> str:
+    """Return the engine's metrics, between two steps."""
+    found = await state.engine().call(lambda llm: llm.get_metrics())
+    return prometheus_text(found, state.histograms, state.names[0])
+
+
+async def models(state: State, _: EmptyBody) -> dict[str, Any]:
+    """List the names of the model."""
+    llm = state.engine().llm
+    entries = [
+        {
+            "id": name,
+            "object": "model",
+            "created": state.loaded,
+            "owned_by": "vllm-module",
+            "root": llm.model_config.model,
+            "parent": None,
+            "max_model_len": llm.model_config.max_model_len,
+        }
+        for name in state.names
+    ]
+    return {"object": "list", "data": entries}
+
+
+async def pause(state: State, body: PauseBody) -> dict[str, Any]:
+    """Pause the engine; see :meth:`~vllm_module.AsyncLLM.pause`."""
+    await state.engine().pause(body.mode, clear_cache=body.clear_cache)  # type: ignore[arg-type]
+    return {"status": "paused"}
+
+
+async def resume(state: State, _: EmptyBody) -> dict[str, Any]:
+    """Compute steps again."""
+    await state.engine().resume()
+    return {"status": "resumed"}
+
+
+async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
+    """Update weights between two steps, with those of a folder, hub id or URL."""
+
+    def update(llm: LLM) -> None:
+        with open_weights(find_source(body.path, described=False)) as weights:
+            llm.update_weights(weights)
+
+    await state.engine().call(update)
+    version = state.weight_version
+    following = str(int(version) + 1) if version.isdecimal() else f"{version}+1"
+    state.weight_version = body.weight_version or following
+    return {"weight_version": state.weight_version}
+
+
+async def weight_version(state: State, _: EmptyBody) -> dict[str, Any]:
+    """Return the name of the weights, which the last update gave."""
+    return {"weight_version": state.weight_version}
+
+
+async def abort(state: State, body: AbortBody) -> dict[str, Any]:
+    """End a request by the id of its answer; its client gets what there is."""
+    await state.engine().abort(body.request_id)
+    return {"request_id": body.request_id}

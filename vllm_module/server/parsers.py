@@ -1,0 +1,114 @@
+"""Parsing what a model writes: content, reasoning and calls of tools, from text that grows.
+
+One law holds for every format and every text: however the text is split, the deltas put together
+are those of the whole text. Text that may begin a mark is kept back, and a call is told when it is
+complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm_module.server.growing_text import Delta, Text, begins, skip_space, until
+from vllm_module.server.tool_formats import CHOSEN, FORMATS, Parse, Types, chosen
+
+# What a chat template writes around calls, and the format that this tells; the first counts.
+_TOLD_BY = {
+    "<|channel|>": "harmony",
+    "<|tool_calls_section_begin|>": "kimi",
+    "<｜tool▁calls▁begin｜>": "deepseek",
+    "[TOOL_CALLS]": "mistral",
+    "<function=": "qwen3_coder",
+    "<arg_key>": "glm",
+    "<tool_call>": "hermes",
+    "<|python_tag|>": "llama3",
+    '{"name": function name, "parameters":': "llama3",
+}
+_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+class Parser:
+    """Turns the text of one message, given in parts, into deltas.
+
+    Args:
+        name: of the format of calls, one of :data:`FORMATS`; ``None`` if there are no tools.
+        reasoning: the marks around reasoning, such as ``("<think>", "</think>")``; ``None`` if the
+            model writes none.
+        reasons: whether the prompt has already begun the reasoning.
+        tools: the descriptions of tools that the request has.
+
+    Raises ``ValueError`` for an unknown format.
+
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        reasoning: tuple[str, str] | None = None,
+        *,
+        reasons: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        if name not in (None, CHOSEN, *FORMATS):
+            raise ValueError(f"no format of tool calls is named {name!r}: {', '.join(FORMATS)}")
+        self._text = Text()
+        self._parse = _message(self._text, name, reasoning, reasons, types_of(tools))
+
+    def feed(self, text: str) -> list[Delta]:
+        """Return the deltas that ``text``, which follows what was given before, decides."""
+        self._text.rest += text
+        return self._deltas()
+
+    def finish(self) -> list[Delta]:
+        """Return the deltas of what was kept back. Nothing may be fed afterwards."""
+        self._text.ended = True
+        return self._deltas()
+
+    def _deltas(self) -> list[Delta]:
+        found = []
+        for delta in self._parse:
+            if delta is None:
+                break
+            if any(delta):
+                found.append(delta)
+        return found
+
+
+def types_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the schema's type of each parameter of each tool; what is no schema has none."""
+    found: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        function: Any = tool.get("function", tool)
+        try:
+            properties = function["parameters"]["properties"]
+            found[function["name"]] = {key: each.get("type") for key, each in properties.items()}
+        except (KeyError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def _message(
+    text: Text, name: str | None, reasoning: tuple[str, str] | None, reasons: bool, types: Types
+) -> Parse:
+    if reasoning is not None and name != "harmony":  # whose channels are reasoning, too
+        begin, end = reasoning
+        if reasons or (yield from begins(text, begin)):
+            yield from skip_space(text)
+            yield from until(text, (end,), "reasoning")
+            yield from skip_space(text)
+    if name is None:
+        yield from until(text, (), "content")
+    else:
+        read = chosen if name == CHOSEN else FORMATS[name]
+        yield from read(text, types)
+
+
+def format_of(template: str) -> str | None:
+    """Return the name of the format of calls that a chat template writes; ``None`` if unknown."""
+    return next((name for mark, name in _TOLD_BY.items() if mark in template), None)
+
+
+def reasoning_of(template: str) -> tuple[str, str] | None:
+    """Return the marks around reasoning that a chat template writes; ``None`` without any."""
+    return next((marks for marks in _REASONING if marks[1] in template), None)

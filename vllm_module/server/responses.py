@@ -1,0 +1,233 @@
+"""``/v1/responses``: conversations as items, in the words of Open Responses.
+
+Names and events are those of https://www.openresponses.org. Nothing is stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from vllm_module.base.messages import shorten
+from vllm_module.server.blocks import Block, Blocks, Change
+from vllm_module.server.conversation import Conversation
+from vllm_module.server.endpoint import Answer, Events
+from vllm_module.server.errors import ApiError
+from vllm_module.server.protocol import ChatBody, ResponsesBody
+from vllm_module.server.state import State, new_id
+from vllm_module.server.tools import call_entry
+
+
+async def responses(state: State, body: ResponsesBody) -> Answer:
+    """Answer a conversation."""
+    answer = _Answer(body, await Conversation.begin(state, _chat_body(body), "resp"))
+    return answer.events() if body.stream else await answer.whole()
+
+
+def _chat_body(body: ResponsesBody) -> ChatBody:
+    """Return the request in the words of chat completions."""
+    listed = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if isinstance(body.input, str):
+        listed.append({"role": "user", "content": body.input})
+    elif isinstance(body.input, list):
+        for number, item in enumerate(body.input):
+            listed += _messages(item, f"input[{number}]")
+    else:
+        message = f"input should be text or a list of items, got {shorten(body.input)}"
+        raise ApiError(400, message, "input")
+    wanted = body.text.get("format")
+    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": wanted}
+    choice = body.tool_choice
+    if isinstance(choice, Mapping) and "name" in choice:
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    return ChatBody(
+        model=body.model,
+        messages=listed,
+        max_tokens=body.max_output_tokens,
+        stream=body.stream,
+        tools=[_function(tool) for tool in body.tools],
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=wanted,
+        reasoning_effort=body.reasoning.get("effort"),
+        sampling=body.sampling,
+    )
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat completions describe it."""
+    if tool.get("type") != "function":
+        message = f"a tool of type {shorten(tool.get('type'))} is not supported: give functions"
+        raise ApiError(400, message, "tools")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the message that an item stands for; reasoning stands for none."""
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    if isinstance(item, Mapping) and kind == "message":
+        yield {"role": item.get("role"), "content": item.get("content")}
+    elif isinstance(item, Mapping) and kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        yield {"role": "assistant", "content": None, "tool_calls": [call]}
+    elif isinstance(item, Mapping) and kind == "function_call_output":
+        yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    elif kind != "reasoning":
+        raise ApiError(
+            400,
+            f"{where} is not supported: only messages, function calls and their outputs are, got "
+            f"{shorten(item if kind is None else kind)}",
+            "input",
+        )
+
+
+class _Answer:
+    """The response to one request, whole or as events."""
+
+    def __init__(self, body: ResponsesBody, conversation: Conversation) -> None:
+        self._body, self._conversation = body, conversation
+        self._blocks = Blocks()
+        self._ids: dict[int, str] = {}  # of items, by their blocks
+        self._calls: dict[int, str] = {}  # ids of calls
+        self._created = int(time.time())
+        self._number = 0
+
+    async def whole(self) -> dict[str, Any]:
+        async with aclosing(self._conversation.turns()) as turns:
+            async for _, deltas in turns:
+                for _ in self._blocks.feed(deltas):
+                    pass
+        for _ in self._blocks.finish():
+            pass
+        return self._response()
+
+    async def events(self) -> Events:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response())
+        async with aclosing(self._conversation.turns()) as turns:
+            async for _, deltas in turns:
+                for change in self._blocks.feed(deltas):
+                    for event in self._changes(change):
+                        yield event
+        for change in self._blocks.finish():
+            for event in self._changes(change):
+                yield event
+        response = self._response()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _event(self, kind: str, **entries: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **entries}
+
+    def _changes(self, change: Change) -> Iterator[dict[str, Any]]:
+        """Yield the events that tell of a change of an item."""
+        what, block, text = change
+        at = {"output_index": block.number}
+        where = {**at, "item_id": self._id(block), "content_index": 0}
+        kind = {"text": "output_text", "reasoning": "reasoning"}.get(block.kind)
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        if what == "begin":
+            item = self._item(block, "in_progress")
+            yield self._event("response.output_item.added", item=item, **at)
+            if kind is not None:
+                yield self._event("response.content_part.added", part=_part(block, ""), **where)
+        elif kind is None:
+            where.pop("content_index")
+            name = "response.function_call_arguments"
+            if what == "more":
+                yield self._event(f"{name}.delta", delta=text, **where)
+            else:
+                yield self._event(f"{name}.done", arguments=block.text, **where)
+        elif what == "more":
+            yield self._event(f"response.{kind}.delta", delta=text, **where, **logprobs)
+        else:
+            yield self._event(f"response.{kind}.done", text=block.text, **where, **logprobs)
+            part = _part(block, block.text)
+            yield self._event("response.content_part.done", part=part, **where)
+        if what == "end":
+            item = self._item(block, "completed")
+            yield self._event("response.output_item.done", item=item, **at)
+
+    def _id(self, block: Block) -> str:
+        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
+        return self._ids.setdefault(block.number, new_id(prefix))
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """Return an item of the output; without its text while it is in progress."""
+        head = {"id": self._id(block), "status": status}
+        if block.call is not None:
+            call = self._calls.setdefault(block.number, f"call_{call_entry(block.call)['id']}")
+            return {
+                **head, "type": "function_call", "call_id": call, "name": block.call.name,
+                "arguments": block.text,
+            }  # fmt: skip
+        content = [] if status == "in_progress" else [_part(block, block.text)]
+        if block.kind == "reasoning":
+            return {**head, "type": "reasoning", "summary": [], "content": content}
+        return {**head, "type": "message", "role": "assistant", "content": content}
+
+    def _response(self) -> dict[str, Any]:
+        """Return the response, which is in progress until its last piece has come."""
+        piece = self._conversation.last
+        body, generation = self._body, self._conversation.generation
+        params = generation.params
+        whole = piece is not None and piece.finish_reason == "stop"
+        usage = generation.usage()
+        output = [self._item(block, "completed") for block in self._blocks.ended]
+        return {
+            "id": generation.name,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if piece is not None else None,
+            "status": "in_progress" if piece is None else "completed" if whole else "incomplete",
+            "incomplete_details": None
+            if piece is None or whole
+            else {"reason": "max_output_tokens"},
+            "model": body.model,
+            "previous_response_id": None,
+            "instructions": body.instructions,
+            "output": output if piece is not None else [],
+            "error": None,
+            "tools": [
+                {"description": None, "parameters": None, "strict": None, **tool}
+                for tool in body.tools
+            ],
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "truncation": "disabled",
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "text": {"format": {"type": "text"}, **body.text},
+            "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "top_logprobs": 0,
+            "temperature": params.temperature,
+            "reasoning": {"effort": None, "summary": None, **body.reasoning},
+            "usage": None
+            if piece is None
+            else {
+                "input_tokens": usage["prompt_tokens"],
+                "output_tokens": usage["completion_tokens"],
+                "total_tokens": usage["total_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+            },
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "store": False,
+            "background": False,
+            "service_tier": "default",
+            "metadata": body.metadata,
+            "safety_identifier": None,
+            "prompt_cache_key": None,
+        }
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    """Return the content of an item of text or reasoning."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

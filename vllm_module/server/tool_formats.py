@@ -1,0 +1,250 @@
+"""The formats in which models write calls of tools, as their chat templates show them.
+
+Each format is a generator over a growing text. What looks like a call and is none, for example
+because its JSON is damaged, is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from vllm_module.server.growing_text import (
+    SPACE,
+    Delta,
+    Text,
+    ToolCall,
+    begins,
+    skip_blank,
+    take_json,
+    take_section,
+    take_to,
+    until,
+)
+
+_NAME = re.compile(r"[^\s<>{}\[\]\"'`|]{1,256}")
+
+Parse: TypeAlias = Generator[Delta | None, None, None]
+# The types of a tool's parameters, by tool and parameter, for formats that write values as text.
+Types: TypeAlias = Mapping[str, Mapping[str, Any]]
+Format: TypeAlias = Callable[[Text, Types], Parse]
+
+
+def _hermes(text: Text, types: Types) -> Parse:
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Qwen 2.5 and 3, Hermes."""
+    begin, end = "<tool_call>", "</tool_call>"
+    while (yield from until(text, (begin,), "content")):
+        body = yield from take_json(text)  # whose strings may have the end mark
+        more, raw = yield from take_section(text, begin + (body or ""), end)
+        wrong = body is None or more is None or more.strip(SPACE)
+        yield from _calls_or(raw, [] if wrong else [_call(_loads(body or ""))])
+        yield from skip_blank(text)
+
+
+def _qwen3_coder(text: Text, types: Types) -> Parse:
+    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``."""
+    begin, end = "<tool_call>", "</tool_call>"
+    while (yield from until(text, (begin,), "content")):
+        body, raw = yield from take_section(text, begin, end)
+        function = (body or "").strip(SPACE)
+        name, _, values = function.removeprefix("<function=").partition(">")
+        pairs = _pairs(values.removesuffix("</function>"), "<parameter=", ">", "</parameter>")
+        wrong = not (function.startswith("<function=") and function.endswith("</function>"))
+        yield from _calls_or(raw, [None if wrong else _of_texts(name, pairs, types)])
+        yield from skip_blank(text)
+
+
+def _glm(text: Text, types: Types) -> Parse:
+    """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM 4.5 to 4.7."""
+    begin, end = "<tool_call>", "</tool_call>"
+    while (yield from until(text, (begin,), "content")):
+        body, raw = yield from take_section(text, begin, end)
+        name, key, values = (body or "").partition("<arg_key>")
+        pairs = _pairs(key + values, "<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>")
+        yield from _calls_or(raw, [None if body is None else _of_texts(name, pairs, types)])
+        yield from skip_blank(text)
+
+
+def _pairs(
+    values: str, begin: str, middle: str, end: str, opens: str = ""
+) -> list[tuple[str, str]] | None:
+    """Return the keys and values of ``begin key middle opens value end``; ``None`` if damaged."""
+    *written, after = values.split(end)
+    found = []
+    for each in written:
+        key, mark, value = each.lstrip(SPACE).removeprefix(begin).partition(middle)
+        value = value.lstrip(SPACE) if opens else value
+        if not (each.lstrip(SPACE).startswith(begin) and mark and value.startswith(opens)):
+            return None
+        found.append((key.strip(SPACE), value.removeprefix(opens)))
+    return None if after.strip(SPACE) else found
+
+
+def _of_texts(name: str, pairs: Sequence[tuple[str, str]] | None, types: Types) -> ToolCall | None:
+    """Return a call whose values are written as text: JSON, unless the schema has a string.
+
+    A line break after the value's mark and one before the next are not part of it.
+    """
+    name = name.strip(SPACE)
+    if pairs is None or not _NAME.fullmatch(name):
+        return None
+    of_tool, values = types.get(name, {}), {}
+    for key, value in pairs:
+        value = value.removeprefix("\n").removesuffix("\n")
+        kinds = of_tool.get(key, "string")
+        parsed = None if "string" in (kinds or ()) else _loads(value)
+        is_null = "string" not in (kinds or ()) and value.strip(SPACE) == "null"
+        values[key] = None if is_null else value if parsed is None else parsed
+    return ToolCall(name, json.dumps(values, ensure_ascii=False))
+
+
+def _llama3(text: Text, types: Types) -> Parse:
+    """``{"name": …, "parameters": {…}}`` and nothing else; several have ``;`` between them."""
+    tag = yield from begins(text, "<|python_tag|>")
+    raw, calls, separator = tag, [], ";"
+    while separator and (body := (yield from take_json(text))) is not None:
+        raw += body
+        calls.append(_call(_loads(body)))
+        separator = yield from begins(text, ";")
+        raw += separator
+    if calls and not separator:
+        yield from skip_blank(text)
+    if not calls or separator or text.rest:
+        calls = []
+    if raw:
+        yield from _calls_or(raw, calls)
+    yield from until(text, (), "content")
+
+
+def _mistral(text: Text, types: Types) -> Parse:
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}]`` or ``[TOOL_CALLS]f[ARGS]{…}``."""
+    begin = "[TOOL_CALLS]"
+    while (yield from until(text, (begin,), "content")):
+        body = yield from take_json(text)
+        if body is not None:
+            listed = _loads(body)
+            calls = [_call(each) for each in listed] if isinstance(listed, list) else []
+            yield from _calls_or(begin + body, calls)
+        else:
+            head = yield from take_to(text, "{")
+            if head is not None:
+                text.rest = "{" + text.rest
+                body = yield from take_json(text)
+            name = (head or "").partition("[CALL_ID]")[0].partition("[ARGS]")[0]
+            raw = begin + (head or "") + (body or "")
+            yield from _calls_or(raw, [_named(name.strip(SPACE), body)])
+        yield from skip_blank(text)
+
+
+def _deepseek(text: Text, types: Types) -> Parse:
+    """``<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}``: DeepSeek V3.1. V3 and R1 write more beside."""
+    sections, section_ends = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    block = re.compile(r"([^\n]+)\n```json\n(.*)\n```", re.DOTALL)
+    while mark := (yield from until(text, (sections, section_ends, begin), "content")):
+        if mark != begin:
+            yield from skip_blank(text)
+            continue
+        body, raw = yield from take_section(text, begin, end)
+        name, _, arguments = (body or "").partition(separator)
+        if found := block.fullmatch(arguments.strip(SPACE)):
+            name, arguments = found[1], found[2]
+        yield from _calls_or(raw, [_named(name.strip(SPACE), arguments)])
+        yield from skip_blank(text)
+
+
+def _kimi(text: Text, types: Types) -> Parse:
+    """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}``: Kimi K2."""
+    sections, section_ends = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    begin, separator = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+    end = "<|tool_call_end|>"
+    while mark := (yield from until(text, (sections, section_ends, begin), "content")):
+        if mark != begin:
+            yield from skip_blank(text)
+            continue
+        body, raw = yield from take_section(text, begin, end)
+        name, _, arguments = (body or "").partition(separator)
+        name = re.sub(r"^functions\.|:\d+$", "", name.strip(SPACE))
+        yield from _calls_or(raw, [_named(name, arguments)])
+        yield from skip_blank(text)
+
+
+def _harmony(text: Text, types: Types) -> Parse:
+    """gpt-oss: messages in channels, of which a header names channel and recipient.
+
+    https://cookbook.openai.com/articles/openai-harmony. The prompt ends within the first header.
+    """
+    ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+    while (header := (yield from take_to(text, "<|message|>"))) is not None:
+        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+        recipient = re.search(r"\bto=functions\.([^\s<]+)", header)
+        if recipient is not None:
+            body = yield from take_json(text)
+            yield from _calls_or(body or "", [_named(recipient[1], body)])
+        is_reasoning = channel is not None and channel[1] == "analysis"
+        yield from until(text, ends, "reasoning" if is_reasoning else "content")
+    if not text.rest.startswith("<|"):  # else a header without its message
+        yield from until(text, ends, "content")
+
+
+def _call(value: Any) -> ToolCall | None:
+    """Return the call that a JSON object describes, if it describes one."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # JSON in JSON
+        return ToolCall(value["name"], arguments) if isinstance(_loads(arguments), dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _named(name: str, arguments: str | None) -> ToolCall | None:
+    """Return the call of ``name`` with arguments that are JSON text, if both are well formed."""
+    if arguments is None or not _NAME.fullmatch(name) or not isinstance(_loads(arguments), dict):
+        return None
+    return ToolCall(name, arguments.strip(SPACE))
+
+
+def _loads(text: str) -> Any:
+    """Return the value of JSON text, or ``None``."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)  # NaN and Infinity are no JSON
+
+
+def _calls_or(raw: str, calls: Sequence[ToolCall | None]) -> list[Delta]:
+    """Return the calls; the raw text if one of them is none, or there are none."""
+    if not calls or None in calls:
+        return [Delta(content=raw)]
+    return [Delta(tool_call=call) for call in calls]
+
+
+def chosen(text: Text, types: Types) -> Parse:
+    """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write."""
+    body = yield from take_json(text)
+    if body is not None:
+        listed = _loads(body)
+        calls = [_call(each) for each in listed] if isinstance(listed, list) else []
+        yield from _calls_or(body, calls)
+    yield from until(text, (), "content")
+
+
+CHOSEN = "chosen"  # the format of calls that a request requires, whatever the model's own is
+FORMATS: dict[str, Format] = {
+    "hermes": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "glm": _glm,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "deepseek": _deepseek,
+    "kimi": _kimi,
+    "harmony": _harmony,
+}
