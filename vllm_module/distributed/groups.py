@@ -163,7 +163,7 @@ def tensor_parallel_group() -> TensorParallelGroup:
     It is the group of the surrounding :func:`tensor_parallel`, else the initialized process group
     of torch.distributed, else a single rank.
     """
-    group = surrounding_group()
+    group = _group.get()
     if group is not None:
         return group
     if dist.is_available() and dist.is_initialized():

@@ -127,10 +127,9 @@ def row_of(sequence: Sequence, stop_token_ids: Set[int]) -> Row:
         banned = stop_token_ids | set(params.stop_token_ids)
     if request.bad_words:
         banned = completing_tokens(request.bad_words, sequence.output).union(banned)
-    if banned or row.banned:
-        row.ban(banned)
+    mask = None if sequence.grammar is None else sequence.grammar.mask(sequence.output)
+    if banned or row.banned or mask is not None:
+        row.ban(banned, mask)
     if not params.greedy:
         row.uniform = sequence.uniform.random()
-    if sequence.grammar is not None:
-        row.mask = sequence.grammar.mask(sequence.output)
     return row

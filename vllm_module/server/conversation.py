@@ -56,7 +56,10 @@ class Conversation:
         params = sampling_params(
             llm,
             body,
-            max_tokens=body.max_completion_tokens or body.max_tokens,
+            # Without a limit, a message may be as long as the context allows.
+            max_tokens=body.max_completion_tokens
+            or body.max_tokens
+            or llm.llm.model_config.max_model_len,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=form.structured_outputs,
             skip_special_tokens=False if shows_special else None,

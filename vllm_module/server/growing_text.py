@@ -28,7 +28,7 @@ class Delta(NamedTuple):
     tool_call: ToolCall | None = None
 
 
-class Text:
+class GrowingText:
     """Text that grows at its end and is taken from its beginning.
 
     Attributes:
@@ -47,7 +47,9 @@ class Text:
         return taken
 
 
-def until(text: Text, marks: Sequence[str], kind: Kind) -> Generator[Delta | None, None, str]:
+def until(
+    text: GrowingText, marks: Sequence[str], kind: Kind
+) -> Generator[Delta | None, None, str]:
     """Yield text as ``kind`` up to the first mark; take the mark and return it, or "" at the end.
 
     Spaces before a mark are dropped, so spaces wait for what follows them.
@@ -79,7 +81,7 @@ def _begun(text: str, marks: Sequence[str]) -> int:
     return 0
 
 
-def begins(text: Text, *marks: str) -> Generator[None, None, str]:
+def begins(text: GrowingText, *marks: str) -> Generator[None, None, str]:
     """Return the mark that the text begins with after spaces, or ""; take it, not other text."""
     while True:
         begin = text.rest.lstrip(SPACE)
@@ -92,13 +94,13 @@ def begins(text: Text, *marks: str) -> Generator[None, None, str]:
         yield None
 
 
-def skip_space(text: Text) -> Generator[None, None, None]:
+def skip_space(text: GrowingText) -> Generator[None, None, None]:
     """Take spaces up to another character or the end."""
     yield from skip_blank(text)
     text.rest = text.rest.lstrip(SPACE)
 
 
-def skip_blank(text: Text) -> Generator[None, None, None]:
+def skip_blank(text: GrowingText) -> Generator[None, None, None]:
     """Take the rest of the text if it is nothing but spaces; else take nothing."""
     while not text.rest.strip(SPACE):
         if text.ended:
@@ -107,7 +109,7 @@ def skip_blank(text: Text) -> Generator[None, None, None]:
         yield None
 
 
-def take_to(text: Text, mark: str) -> Generator[None, None, str | None]:
+def take_to(text: GrowingText, mark: str) -> Generator[None, None, str | None]:
     """Take text up to ``mark``, and the mark; ``None``, with nothing taken, if it never comes."""
     searched = 0
     while (at := text.rest.find(mark, searched)) < 0:
@@ -118,7 +120,7 @@ def take_to(text: Text, mark: str) -> Generator[None, None, str | None]:
     return text.take(at + len(mark))[:at]
 
 
-def take_json(text: Text) -> Generator[None, None, str | None]:
+def take_json(text: GrowingText) -> Generator[None, None, str | None]:
     """Take spaces and a JSON object or array; ``None``, with nothing taken, if there is none."""
     at, opened, string, escaped = 0, 0, False, False
     while True:
@@ -142,7 +144,9 @@ def take_json(text: Text) -> Generator[None, None, str | None]:
         yield None
 
 
-def take_section(text: Text, begin: str, end: str) -> Generator[None, None, tuple[str | None, str]]:
+def take_section(
+    text: GrowingText, begin: str, end: str
+) -> Generator[None, None, tuple[str | None, str]]:
     """Take text up to ``end``, after ``begin`` was taken; return it, and all of it with the marks.
 
     If the end never comes, nothing is taken: the section is ``None``, and what is returned beside

@@ -130,7 +130,12 @@ class _Answer:
             "input_tokens": self._conversation.prompt_tokens - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
+            "cache_creation": None,
             "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": None,
+            "server_tool_use": None,
+            "inference_geo": None,
+            "service_tier": "standard",
         }
 
     def _stop(self) -> tuple[str | None, str | None]:

@@ -1,8 +1,8 @@
 """Parsing what a model writes: content, reasoning and calls of tools, from text that grows.
 
 One law holds for every format and every text: however the text is split, the deltas put together
-are those of the whole text. Text that may begin a mark is kept back, and a call is told when it is
-complete.
+are those of the whole text. Text that may begin a mark is kept back, and a call is told when it
+is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vllm_module.server.growing_text import Delta, Text, begins, skip_space, until
+from vllm_module.server.growing_text import Delta, GrowingText, begins, skip_space, until
 from vllm_module.server.tool_formats import CHOSEN, FORMATS, Parse, Types, chosen
 
 # What a chat template writes around calls, and the format that this tells; the first counts.
@@ -52,7 +52,7 @@ class Parser:
     ) -> None:
         if name not in (None, CHOSEN, *FORMATS):
             raise ValueError(f"no format of tool calls is named {name!r}: {', '.join(FORMATS)}")
-        self._text = Text()
+        self._text = GrowingText()
         self._parse = _message(self._text, name, reasoning, reasons, types_of(tools))
 
     def feed(self, text: str) -> list[Delta]:
@@ -89,7 +89,11 @@ def types_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _message(
-    text: Text, name: str | None, reasoning: tuple[str, str] | None, reasons: bool, types: Types
+    text: GrowingText,
+    name: str | None,
+    reasoning: tuple[str, str] | None,
+    reasons: bool,
+    types: Types,
 ) -> Parse:
     if reasoning is not None and name != "harmony":  # whose channels are reasoning, too
         begin, end = reasoning

@@ -21,7 +21,7 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-class Conversation(Protocol):
+class TemplateOptions(Protocol):
     """How the messages of a request become a prompt."""
 
     reasoning_effort: str | None
@@ -84,7 +84,7 @@ class State:
         return found
 
     async def chat_prompt(
-        self, messages: Any, options: Conversation, tools: Sequence[Any] = ()
+        self, messages: Any, options: TemplateOptions, tools: Sequence[Any] = ()
     ) -> dict[str, Any]:
         """Return a conversation as a prompt, which another process formats."""
         llm = self.engine().llm

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from vllm_module.server.growing_text import (
     SPACE,
     Delta,
-    Text,
+    GrowingText,
     ToolCall,
     begins,
     skip_blank,
@@ -29,10 +29,10 @@ _NAME = re.compile(r"[^\s<>{}\[\]\"'`|]{1,256}")
 Parse: TypeAlias = Generator[Delta | None, None, None]
 # The types of a tool's parameters, by tool and parameter, for formats that write values as text.
 Types: TypeAlias = Mapping[str, Mapping[str, Any]]
-Format: TypeAlias = Callable[[Text, Types], Parse]
+Format: TypeAlias = Callable[[GrowingText, Types], Parse]
 
 
-def _hermes(text: Text, types: Types) -> Parse:
+def _hermes(text: GrowingText, types: Types) -> Parse:
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Qwen 2.5 and 3, Hermes."""
     begin, end = "<tool_call>", "</tool_call>"
     while (yield from until(text, (begin,), "content")):
@@ -43,7 +43,7 @@ def _hermes(text: Text, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _qwen3_coder(text: Text, types: Types) -> Parse:
+def _qwen3_coder(text: GrowingText, types: Types) -> Parse:
     """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``."""
     begin, end = "<tool_call>", "</tool_call>"
     while (yield from until(text, (begin,), "content")):
@@ -56,7 +56,7 @@ def _qwen3_coder(text: Text, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _glm(text: Text, types: Types) -> Parse:
+def _glm(text: GrowingText, types: Types) -> Parse:
     """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM 4.5 to 4.7."""
     begin, end = "<tool_call>", "</tool_call>"
     while (yield from until(text, (begin,), "content")):
@@ -100,7 +100,7 @@ def _of_texts(name: str, pairs: Sequence[tuple[str, str]] | None, types: Types) 
     return ToolCall(name, json.dumps(values, ensure_ascii=False))
 
 
-def _llama3(text: Text, types: Types) -> Parse:
+def _llama3(text: GrowingText, types: Types) -> Parse:
     """``{"name": …, "parameters": {…}}`` and nothing else; several have ``;`` between them."""
     tag = yield from begins(text, "<|python_tag|>")
     raw, calls, separator = tag, [], ";"
@@ -118,7 +118,7 @@ def _llama3(text: Text, types: Types) -> Parse:
     yield from until(text, (), "content")
 
 
-def _mistral(text: Text, types: Types) -> Parse:
+def _mistral(text: GrowingText, types: Types) -> Parse:
     """``[TOOL_CALLS][{"name": …, "arguments": {…}}]`` or ``[TOOL_CALLS]f[ARGS]{…}``."""
     begin = "[TOOL_CALLS]"
     while (yield from until(text, (begin,), "content")):
@@ -138,7 +138,7 @@ def _mistral(text: Text, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _deepseek(text: Text, types: Types) -> Parse:
+def _deepseek(text: GrowingText, types: Types) -> Parse:
     """``<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}``: DeepSeek V3.1. V3 and R1 write more beside."""
     sections, section_ends = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -155,7 +155,7 @@ def _deepseek(text: Text, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _kimi(text: Text, types: Types) -> Parse:
+def _kimi(text: GrowingText, types: Types) -> Parse:
     """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}``: Kimi K2."""
     sections, section_ends = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     begin, separator = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
@@ -171,7 +171,7 @@ def _kimi(text: Text, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _harmony(text: Text, types: Types) -> Parse:
+def _harmony(text: GrowingText, types: Types) -> Parse:
     """gpt-oss: messages in channels, of which a header names channel and recipient.
 
     https://cookbook.openai.com/articles/openai-harmony. The prompt ends within the first header.
@@ -227,7 +227,7 @@ def _calls_or(raw: str, calls: Sequence[ToolCall | None]) -> list[Delta]:
     return [Delta(tool_call=call) for call in calls]
 
 
-def chosen(text: Text, types: Types) -> Parse:
+def chosen(text: GrowingText, types: Types) -> Parse:
     """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write."""
     body = yield from take_json(text)
     if body is not None:

@@ -48,6 +48,7 @@ class Executor:
 
     Attributes:
         rank, size: this process's rank, and the number of ranks.
+        leads: False on a rank that has to :meth:`follow`.
         worker: this rank's part of the work.
         products: what multiplies on a CPU (torch, oneDNN or loops over the codes of quantized
             weights), by number of rows; rank 0 chooses for all ranks.
@@ -92,6 +93,7 @@ class Executor:
         with at_most(self._timeout):
             self._ranks = Ranks(config, device, _serve, arguments, connections)
         self.rank, self.size = self._ranks.rank, self._ranks.size
+        self.leads = self.rank == 0 or not self._ranks.is_led
         self._end = weakref.finalize(self, self._ranks.close)
         device_config = DeviceConfig(device=str(self._ranks.device))
         if self.rank:
@@ -291,11 +293,6 @@ class Executor:
             "engine that each process calls, give distributed_executor_backend='external_launcher'"
         )
         self.close()
-
-    @property
-    def leads(self) -> bool:
-        """False on a rank that has to :meth:`follow`."""
-        return self.rank == 0 or not self._ranks.is_led
 
     def of_first(self, value: Any) -> Any:
         """Return rank 0's ``value``, if every rank makes this call; else this rank's."""

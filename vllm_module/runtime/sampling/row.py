@@ -22,10 +22,12 @@ class Row:
         uniform: a random number in [0, 1), from the sequence's own generator.
         banned: token ids that may not be chosen; :meth:`ban` sets them.
         mask: which tokens a grammar allows, a bit each, int32 ``[ceil(vocab / 32)]``; None for all.
+            :meth:`ban` sets it too.
         key: identifies the sequence, whose parameters stay and whose tokens are only appended. With
             a key, tokens counted for penalties are not counted again in the next step.
         penalized: True if the tokens of the sequence change the logits.
         adjusted: True if a bias, a penalty, a ban or an allowance changes the logits.
+        plain: True if the row is greedy without logprobs, bias, penalty, ban or mask.
 
     Raises:
         ValueError: ``uniform`` is not in [0, 1).
@@ -41,6 +43,7 @@ class Row:
     key: Hashable = None
     penalized: bool = field(init=False)
     adjusted: bool = field(init=False)
+    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.uniform < 1:
@@ -49,20 +52,16 @@ class Row:
         self.penalized = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
-        self.ban(self.banned)
+        self.ban(self.banned, self.mask)
 
-    @property
-    def plain(self) -> bool:
-        """True if the row is greedy without logprobs, bias, penalty, ban or mask."""
-        params = self.params
-        return params.greedy and params.logprobs is None and not self.adjusted and self.mask is None
-
-    def ban(self, banned: Collection[int]) -> None:
-        """Replace the tokens that may not be chosen."""
-        params, self.banned = self.params, banned
+    def ban(self, banned: Collection[int], mask: Tensor | None = None) -> None:
+        """Replace the tokens that may not be chosen, and the mask of those that may."""
+        params, self.banned, self.mask = self.params, banned, mask
         self.adjusted = self.penalized or bool(
             params.logit_bias or params.allowed_token_ids or banned
         )
+        changed = self.adjusted or mask is not None
+        self.plain = params.greedy and params.logprobs is None and not changed
 
 
 def check_tokens(token_ids: Iterable[int], vocab_size: int) -> None:

@@ -1,0 +1,273 @@
+"""Three protocols of conversations, judged by llm-comply, which has the specifications."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llm_comply import cli
+from llm_comply.config import ComplianceConfig
+from llm_comply.runner import TestRunner as Runner
+from llm_comply.schema import SpecLoader
+from llm_comply.tests.anthropic import ANTHROPIC_TESTS
+from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
+from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from vllm_module import AsyncLLM
+from vllm_module.server.tools import Formats
+
+# pytest would take this class for a test.
+Runner.__test__ = False  # type: ignore[attr-defined]
+KEY = "sk-one-of-two"
+MODEL = "gpt-5-claude-4-tiny"  # a name for which the cases of reasoning are run, too
+SPECS = Path(cli.__file__).parent / "specs"
+WEATHER = {"name": "get_weather", "description": "Weather.", "strict": None}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def words(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model that likes letters and ends after some, but not at once."""
+    path = tmp_path_factory.mktemp("words") / "checkpoint"
+    shutil.copytree(folder, path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    letters = [tokenizer.token_to_id(letter) for letter in string.ascii_lowercase]
+    end = tokenizer.encode("\0").ids[0]
+    weights = load_file(path / "model.safetensors")
+    for name, tensor in weights.items():
+        weights[name] = torch.ones_like(tensor) if "norm" in name else torch.zeros_like(tensor)
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    embedding[:, 0] = 1
+    embedding[letters, 1] = 1
+    head[:, 0] = -5
+    head[letters, 0] = 0
+    for mark in '"}]':
+        head[tokenizer.token_to_id(mark), 0] = 0.4
+    head[end, 1] = 4.8
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
+    (path / "generation_config.json").unlink(missing_ok=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(words: Path, engine: Callable[..., Any], start: Callable[..., Any]) -> Iterator[Any]:
+    llm = engine.func(words, max_num_seqs=8)  # type: ignore[attr-defined]
+    with start(AsyncLLM(llm)) as served:
+        served.state.names = [MODEL]
+        yield served
+
+
+@pytest.mark.filterwarnings("ignore:jsonschema.RefResolver")  # llm-comply uses it
+@pytest.mark.parametrize(
+    ("cases", "spec", "without"),
+    [
+        # Images are refused by name.
+        (OPENAI_CHAT_TESTS, "openai_chat", {"chat-image-input"}),
+        (OPEN_RESPONSES_TESTS, "openresponses", {"image-input"}),
+        (ANTHROPIC_TESTS, "anthropic", {"anth-image-input"}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_every_case_but_images_complies(
+    served: Any, cases: list[Any], spec: str, without: set[str]
+) -> None:
+    """All cases of the protocol pass, by its schema and by what llm-comply asks besides."""
+    config = ComplianceConfig(base_url=f"{served.url}/v1", api_key=KEY, model=MODEL)
+    loader = SpecLoader(str(SPECS / f"{spec}.json"))
+    results = Runner(config, cases, loader).run_all().results
+    failed = {each.id: each.errors for each in results if each.status.name != "PASSED"}
+    assert {name: errors for name, errors in failed.items() if name not in without} == {}
+    assert failed.keys() == without
+
+
+def events_of(served: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the typed events of a stream; each is named by its type."""
+    status, answer = served.ask("POST", path, {"model": MODEL, **body, "stream": True})
+    assert status == 200
+    found = []
+    # A chunked body: the events are between lines of sizes.
+    for block in answer.decode().split("\r\n"):
+        if block.startswith("event: "):
+            name, data = block.strip().split("\n", 1)
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            found.append(event)
+    return found
+
+
+def test_a_conversation_with_tools_in_messages(served: Any) -> None:
+    """Anthropic's calls and results are the template's; whole and streamed, the parts agree."""
+    tool = {"name": "get_weather", "input_schema": SCHEMA}
+    history = [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+    body = {
+        "system": [{"type": "text", "text": "Be short."}],
+        "messages": history,
+        "max_tokens": 200,
+        "tools": [tool],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+    }
+    status, answer = served.ask("POST", "/v1/messages", {"model": MODEL, **body})
+    assert (status, answer["stop_reason"]) == (200, "tool_use")
+    (block,) = answer["content"]
+    assert (block["type"], block["name"], block["input"]) == (
+        "tool_use", "get_weather", {"city": "Rome"},
+    )  # fmt: skip
+    events = events_of(served, "/v1/messages", body)
+    assert [event["type"] for event in events] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert json.loads(events[2]["delta"]["partial_json"]) == {"city": "Rome"}
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    # As the template writes the same conversation for chat completions.
+    written = served.llm.llm.chat_prompt(
+        [
+            {"role": "system", "content": "Be short."},
+            history[0],
+            {"role": "assistant", "content": ""},
+            {"role": "tool", "content": "sunny"},
+            {"role": "user", "content": "And now?"},
+        ]
+    )
+    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(
+        written["prompt_token_ids"]
+    )
+
+
+def test_stop_sequences_and_limits_in_messages(served: Any) -> None:
+    """The reason tells at which sequence, or that max_tokens was reached."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300}
+    vowels = ["a", "e", "i", "o", "u"]
+    for seed in range(3):
+        given = {**body, "stop_sequences": vowels, "seed": seed, "temperature": 1.0}
+        answer = served.ask("POST", "/v1/messages", given)[1]
+        if answer["stop_reason"] == "stop_sequence":
+            assert answer["stop_sequence"] in vowels
+            assert not set(answer["content"][0]["text"]) & set(vowels)
+            break
+    else:
+        pytest.fail("no answer had a vowel")
+    answer = served.ask("POST", "/v1/messages", {**body, "max_tokens": 1})[1]
+    assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 1)
+
+
+def test_errors_of_messages_have_their_shape(served: Any) -> None:
+    """Anthropic's clients know errors by their type; their key is in a header of its own."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    for change, status, kind in (
+        ({"max_tokens": None}, 400, "invalid_request_error"),
+        ({"model": "other"}, 404, "not_found_error"),
+        ({"container": "x"}, 400, "invalid_request_error"),
+    ):
+        found, answer = served.ask("POST", "/v1/messages", {**body, **change})
+        assert (found, answer["type"], answer["error"]["type"]) == (status, "error", kind)
+    found, answer = served.ask("POST", "/v1/messages", body, key=None)
+    assert (found, answer["error"]["type"]) == (401, "authentication_error")
+    assert served.ask("POST", "/v1/messages", body, key=None, **{"x-api-key": KEY})[0] == 200
+
+
+def test_responses_stream_items(served: Any) -> None:
+    """Reasoning and a message are items; deltas put together are the text that is done."""
+    served.state.formats = Formats(None, (">", "t"))  # the prompt ends with the first
+    try:
+        body = {"input": "Hi", "max_output_tokens": 300}
+        for seed in range(40):
+            events = events_of(served, "/v1/responses", {**body, "seed": seed, "top_p": 1.0})
+            final = events[-1]["response"]
+            if [item["type"] for item in final["output"]] == ["reasoning", "message"]:
+                break
+        else:
+            pytest.fail("no answer had reasoning and a message")
+    finally:
+        served.state.formats = Formats()
+    for kind, item in (("reasoning", 0), ("output_text", 1)):
+        deltas = [each["delta"] for each in events if each["type"] == f"response.{kind}.delta"]
+        (done,) = [each["text"] for each in events if each["type"] == f"response.{kind}.done"]
+        assert "".join(deltas) == done == final["output"][item]["content"][0]["text"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_calls_and_outputs_in_responses(served: Any) -> None:
+    """A call has an id, and its output is a message of the tool."""
+    tool = {"type": "function", **WEATHER, "parameters": SCHEMA}
+    body = {
+        "model": MODEL,
+        "instructions": "Be short.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {"type": "reasoning", "summary": [], "content": []},
+            {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+        ],
+        "tools": [tool],
+        "tool_choice": {"type": "function", "name": "get_weather"},
+    }
+    status, answer = served.ask("POST", "/v1/responses", body)
+    assert (status, answer["status"]) == (200, "completed")
+    (item,) = answer["output"]
+    assert (item["type"], json.loads(item["arguments"])) == ("function_call", {"city": "Rome"})
+    assert answer["tools"] == [tool]
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    answer = served.ask("POST", "/v1/responses", {"model": MODEL, "input": "x", "text": wanted})[1]
+    assert json.loads(answer["output"][0]["content"][0]["text"]) == {"city": "Rome"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0] is not supported"),
+        ("/v1/responses", {"input": 3}, "input should be text or a list of items"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id is"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "mcp"}]}, "a tool of type"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1},
+            "messages[0].content[0] is not supported: only text, calls and their results",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "max_tokens": 1,
+                "tool_choice": {"type": "x"},
+            },
+            "tool_choice.type should be auto, any, tool or none",
+        ),
+    ],
+)
+def test_what_is_refused(served: Any, path: str, body: dict[str, Any], says: str) -> None:
+    """Each is refused by the name of the field."""
+    status, answer = served.ask("POST", path, {"model": MODEL, **body})
+    assert status == 400
+    assert says in answer["error"]["message"]
