@@ -98,6 +98,11 @@ def test_an_unknown_or_damaged_config(run: Run, edited: Callable[..., Path]) -> 
     damaged = run("inspect", folder)
     assert (damaged.code, "config.json is not valid JSON" in damaged.out) == (0, True)
     assert "total: 36 tensors" in damaged.out
+    (folder / "config.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
+    pointer = run("inspect", folder).out
+    assert "config.json is a Git LFS pointer, not the file itself; run `git lfs pull`" in pointer
 
 
 def test_an_architecture_that_only_transformers_has(run: Run, edited: Callable[..., Path]) -> None:

@@ -30,6 +30,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTT
 # The path below the cache's blobs/ where huggingface_hub keeps a file that several models share.
 _SHARED_BLOB = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 
+_LFS_POINTER = b"version https://git-lfs.github.com/"
 _ADVICE = {
     errno.ELOOP: "it is a link to itself; download the file again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -135,7 +136,8 @@ def refusal(path: Path, error: OSError, action: str) -> CheckpointFormatError:
 def read_file(path: Path, folder: Path | None) -> bytes:
     """Return the contents of a small file (JSON, a template), opened as ``open_regular`` does.
 
-    A file of more than 100 MB, or one that cannot be read, is a CheckpointFormatError.
+    A file of more than 100 MB, one that cannot be read, or a Git LFS pointer in its place is a
+    CheckpointFormatError.
     """
     with open(open_regular(path, folder), "rb") as file:
         try:
@@ -150,6 +152,10 @@ def read_file(path: Path, folder: Path | None) -> bytes:
         raise CheckpointFormatError(
             f"{printable(path)} has {max(size, len(data))} bytes, where at most {MAX_JSON_BYTES} "
             "are accepted; download it again"
+        )
+    if data.startswith(_LFS_POINTER):
+        raise CheckpointFormatError(
+            f"{printable(path)} is a Git LFS pointer, not the file itself; run `git lfs pull`"
         )
     return data
 
