@@ -72,6 +72,9 @@ def serving(
         raise typer.Exit from None
     except (RankError, ValueError, *REFUSALS) as error:
         _refuse(error)
+    if not is_first_rank():  # it has run the model until rank 0 closed the engine
+        llm.close()
+        raise typer.Exit
     with llm:
         if llm.no_text and not encoders:
             raise CommandError(llm.no_text)
