@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_MANY = 100_000  # objects; a pass over so many takes a few milliseconds
+
 
 @contextmanager
 def paused_gc(pauses: bool = True) -> Iterator[None]:
@@ -18,7 +20,9 @@ def paused_gc(pauses: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:
-            gc.freeze()  # else enabling would begin with a pass over all new objects
+        # Enabling begins with a pass over all new objects, unless they are moved to the old ones.
+        # Counting frozen objects looks at each of them, so few new ones are not worth it.
+        if gc.get_count()[0] > _MANY and gc.get_freeze_count() == 0:
+            gc.freeze()
             gc.unfreeze()
         gc.enable()
