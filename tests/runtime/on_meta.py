@@ -114,7 +114,7 @@ def on_meta(
     """
     rules = rules_for(quantization, entries.get("quantization_config"))
     config = parse_config(config_class(entries["architectures"]), entries, Path("config.json"))
-    place: Any = {"rank": 0, "size": 1} if size == 1 else {"group": size}
+    place: Any = {"rank": 0, "size": 1} if size == 1 else {"group": Group(size)}
     with tensor_parallel(**place):
         model = build_model(config, dtype, CPU, rules).eval()
     load_anything(model)
@@ -159,6 +159,16 @@ class Watched:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         with NoTensorsOfHost(), NoNumbersOfHost():
             return self._model.compute_logits(hidden)
+
+
+class Group(int):
+    """A stand-in for a group of so many ranks, of which this is the first."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return int(self)
 
 
 class Collectives:

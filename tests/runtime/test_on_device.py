@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3 import modeling_qwen3 as modeling_qwen3  # sees the real torch.cuda
 from triton.runtime.interpreter import GridExecutor
 
 from vllm_module import LLM, SamplingParams

@@ -19,7 +19,9 @@ def stopped(pieces: tuple[str, ...], stop: str, min_tokens: int) -> tuple[int, s
     """Return after how many tokens, which add ``pieces``, a request ends, and its text."""
     params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=16)
     request = SimpleNamespace(params=params, prompt_len=1, streamed=True, max_len=16)
-    sequence: Any = SimpleNamespace(request=request, tokens=[0], text="", stop_reason=None)
+    sequence: Any = SimpleNamespace(
+        request=request, tokens=[0], text="", stop_reason=None, grammar=None
+    )
     sequence.stream = SimpleNamespace(push=lambda token: pieces[token])
     for token in range(len(pieces)):
         sequence.tokens.append(token)
@@ -55,7 +57,9 @@ def ended(tokens: list[int], streamed: bool = True, **given: Any) -> tuple[Any, 
     length = given.pop("length", 3)
     params = SamplingParams(**{"max_tokens": 8, **given})
     request = SimpleNamespace(params=params, prompt_len=1, streamed=streamed, max_len=1 + length)
-    sequence: Any = SimpleNamespace(request=request, tokens=[7], text="", stop_reason=None)
+    sequence: Any = SimpleNamespace(
+        request=request, tokens=[7], text="", stop_reason=None, grammar=None
+    )
     sequence.stream = SimpleNamespace(push=str)
     for count, token in enumerate(tokens, 1):
         sequence.tokens.append(token)
@@ -130,7 +134,7 @@ def test_the_whole_text_leaves_out_the_token_that_ended_it(
     def text(reason: str, stopped_by: Any, tokenizer: Any = tokenizer) -> str:
         sequence: Any = SimpleNamespace(
             request=request, output=tokens, text="so far", finish_reason=reason,
-            stop_reason=stopped_by,
+            stop_reason=stopped_by, grammar=None,
         )  # fmt: skip
         complete_text(sequence, tokenizer)
         return str(sequence.text)
@@ -151,7 +155,12 @@ def test_a_tokenizer_that_fails_ends_the_request_with_its_first_error(before: st
     tokenizer: Any = SimpleNamespace(continuation=continuation)
     request = SimpleNamespace(params=SamplingParams(), prompt_token_ids=[3], error=before)
     sequence: Any = SimpleNamespace(
-        request=request, output=[1], text="so far", finish_reason="length", stop_reason=None
+        request=request,
+        output=[1],
+        text="so far",
+        finish_reason="length",
+        stop_reason=None,
+        grammar=None,
     )
     complete_text(sequence, tokenizer)
     assert (sequence.finish_reason, sequence.text) == ("error", "so far")

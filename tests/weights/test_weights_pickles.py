@@ -133,6 +133,8 @@ UNSAFE_CALLS = {"eval", "exec", "__import__"}
 UNSAFE_LOADS = {"np.load", "numpy.load", "np.fromfile", "torch.jit.load", "torch.package"}
 # These pickle messages between ranks of one job, which run the same program; no file is read.
 ELSEWHERE = {
+    # Statuses of the ranks of one engine, as torch.distributed.all_gather_object sends them.
+    ("vllm_module/base/process_groups.py", "pickle"),
     ("vllm_module/distributed/exchange.py", "pickle"),
     ("vllm_module/build/model_source.py", "pickle"),
     ("vllm_module/runtime/ranks/executor.py", "pickle"),

@@ -21,10 +21,10 @@ class Row:
         prompt_len: number of prompt tokens in ``token_ids``.
         uniform: a random number in [0, 1), from the sequence's own generator.
         banned: token ids that may not be chosen; :meth:`ban` sets them.
-        mask: which tokens a grammar allows, a bit each, int32 ``[ceil(vocab / 32)]``; None for all.
-            :meth:`ban` sets it too.
         key: identifies the sequence, whose parameters stay and whose tokens are only appended. With
             a key, tokens counted for penalties are not counted again in the next step.
+        mask: which tokens a grammar allows, a bit each, int32 ``[ceil(vocab / 32)]``; None for all.
+            :meth:`ban` sets it too.
         penalized: True if the tokens of the sequence change the logits.
         adjusted: True if a bias, a penalty, a ban or an allowance changes the logits.
         plain: True if the row is greedy without logprobs, bias, penalty, ban or mask.
@@ -39,8 +39,8 @@ class Row:
     prompt_len: int = 0
     uniform: float = 0.0
     banned: Collection[int] = ()
-    mask: Tensor | None = None
     key: Hashable = None
+    mask: Tensor | None = None
     penalized: bool = field(init=False)
     adjusted: bool = field(init=False)
     plain: bool = field(init=False)
