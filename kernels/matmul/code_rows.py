@@ -262,7 +262,7 @@ def _loops(threads: int) -> Callable[..., None]:
         import numba
     except ImportError as error:
         raise ImportError(
-            "multiplying codes on a CPU needs numba: pip install 'vllm-module[cpu]'"
+            "multiplying codes on a CPU needs numba: pip install numba (the extra vllm-module[cpu])"
         ) from error
     available = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined] # set when imported
     threads = min(threads, available)

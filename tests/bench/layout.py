@@ -98,16 +98,22 @@ CASES: dict[str, tuple[int, int, dict[str, Any], Callable[[], Tensors]]] = {
 }  # fmt: skip
 
 
-def measure(name: str) -> Iterator[tuple[str, float]]:
-    """Yield CPU seconds of each step and the memory that they took."""
-    tp_size, ep_size, config, tensors = CASES[name]
+def source_of(name: str) -> tuple[ModelSource, dict[str, Region]]:
+    """Return a case's model without weights, and regions in place of its tensors."""
+    _, _, config, tensors = CASES[name]
     regions = {
-        name: Region.within(name, torch.Size(shape), whole(torch.Size(shape)), _DTYPES[dtype])
-        for name, (dtype, shape) in tensors().items()
+        key: Region.within(key, torch.Size(shape), whole(torch.Size(shape)), _DTYPES[dtype])
+        for key, (dtype, shape) in tensors().items()
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        source = ModelSource.find(ModelConfig(model=folder), "dummy")
+        return ModelSource.find(ModelConfig(model=folder), "dummy"), regions
+
+
+def measure(name: str) -> Iterator[tuple[str, float]]:
+    """Yield CPU seconds of each step and the memory that they took."""
+    tp_size, ep_size, _, _ = CASES[name]
+    source, regions = source_of(name)
     before = peak_resident(0)
     yield "tensors", len(regions)
     seconds = {}

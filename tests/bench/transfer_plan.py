@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -19,27 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layout import _DTYPES, CASES
+from layout import CASES, source_of
 from machine import write as write_results
 
-from vllm_module import ModelConfig
 from vllm_module.base.garbage import paused_gc
-from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.layout import Layout, TransferPlan, layout_of_shards, rows
-from vllm_module.weights.region import Region, whole
 
 
 def layout_of(case: str) -> Layout:
     """Return the layout of a checkpoint that has names and shapes only."""
-    tp_size, ep_size, config, tensors = CASES[case]
-    regions = {
-        name: Region.within(name, torch.Size(shape), whole(torch.Size(shape)), _DTYPES[dtype])
-        for name, (dtype, shape) in tensors().items()
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        source = ModelSource.find(ModelConfig(model=folder), "dummy")
+    tp_size, ep_size, _, _ = CASES[case]
+    source, regions = source_of(case)
     spread = expert_parallel(rank=0, size=ep_size) if ep_size > 1 else nullcontext()
     with paused_gc(), tensor_parallel(rank=0, size=tp_size), spread:
         return source.build(torch.device("cpu")).plan_weights(regions).layout()

@@ -31,15 +31,10 @@ Change = tuple[Literal["begin", "more", "end"], Block, str]
 
 
 class Blocks:
-    """Turns deltas into the blocks that protocols with typed events stream.
-
-    Attributes:
-        ended: the blocks that have ended.
-
-    """
+    """Turns deltas into the blocks that protocols with typed events stream."""
 
     def __init__(self) -> None:
-        self.ended: list[Block] = []
+        self._ended = 0
         self._open: Block | None = None
 
     def feed(self, deltas: Iterable[Delta]) -> Iterator[Change]:
@@ -51,7 +46,7 @@ class Blocks:
                 yield from self._more("text", delta.content)
             if delta.tool_call is not None:
                 yield from self.finish()
-                block = self._open = Block(len(self.ended), "call", call=delta.tool_call)
+                block = self._open = Block(self._ended, "call", call=delta.tool_call)
                 yield "begin", block, ""
                 block.text = delta.tool_call.arguments
                 yield "more", block, block.text
@@ -60,14 +55,14 @@ class Blocks:
     def finish(self) -> Iterator[Change]:
         """End the block that is open, if one is."""
         if self._open is not None:
-            self.ended.append(self._open)
+            self._ended += 1
             yield "end", self._open, ""
             self._open = None
 
     def _more(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[Change]:
         if self._open is None or self._open.kind != kind:
             yield from self.finish()
-            self._open = Block(len(self.ended), kind)
+            self._open = Block(self._ended, kind)
             yield "begin", self._open, ""
         self._open.text += text
         yield "more", self._open, text

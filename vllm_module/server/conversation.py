@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_module.base.messages import shorten
+from vllm_module.server.blocks import Block, Blocks, Change
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import ChoiceDelta, Continuation, sampling_params
 from vllm_module.server.growing_text import Delta
@@ -74,6 +75,21 @@ class Conversation:
         async with aclosing(self.generation.deltas()) as pieces:
             async for piece in pieces:
                 yield piece, self._deltas(piece)
+
+    async def changes(self) -> AsyncGenerator[Change, None]:
+        """Yield how the blocks of the only choice begin, grow and end."""
+        blocks = Blocks()
+        async with aclosing(self.turns()) as turns:
+            async for _, deltas in turns:
+                for change in blocks.feed(deltas):
+                    yield change
+        for change in blocks.finish():
+            yield change
+
+    async def blocks(self) -> list[Block]:
+        """Return the blocks of the only choice when all have ended."""
+        async with aclosing(self.changes()) as changes:
+            return [block async for what, block, _ in changes if what == "end"]
 
     def _deltas(self, piece: ChoiceDelta) -> list[Delta]:
         parser = self._parsers.get(piece.index)

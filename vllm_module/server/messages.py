@@ -11,13 +11,13 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm_module.base.messages import shorten
-from vllm_module.server.blocks import Block, Blocks, Change
+from vllm_module.server.blocks import Block, Change
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import ChatBody, MessagesBody
 from vllm_module.server.state import State
-from vllm_module.server.tools import call_entry
+from vllm_module.server.tools import new_call_id
 
 _STOP_REASONS = {"length": "max_tokens", "abort": "end_turn"}
 _DELTAS = {
@@ -105,7 +105,6 @@ class _Answer:
 
     def __init__(self, body: MessagesBody, conversation: Conversation) -> None:
         self._body, self._conversation = body, conversation
-        self._blocks = Blocks()
         self._ids: dict[int, str] = {}  # of calls, by their blocks
 
     def _head(self, content: list[Any]) -> dict[str, Any]:
@@ -155,7 +154,7 @@ class _Answer:
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         assert block.call is not None
-        number = self._ids.setdefault(block.number, f"toolu_{call_entry(block.call)['id']}")
+        number = self._ids.setdefault(block.number, f"toolu_{new_call_id()}")
         given = json.loads(text) if text else {}
         return {
             "type": "tool_use", "id": number, "name": block.call.name, "input": given,
@@ -163,23 +162,15 @@ class _Answer:
         }  # fmt: skip
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._conversation.turns()) as turns:
-            async for _, deltas in turns:
-                for _ in self._blocks.feed(deltas):
-                    pass
-        for _ in self._blocks.finish():
-            pass
-        content = [self._block(block, block.text) for block in self._blocks.ended]
+        blocks = await self._conversation.blocks()
+        content = [self._block(block, block.text) for block in blocks]
         return self._head(content or [{"type": "text", "text": "", "citations": None}])
 
     async def events(self) -> Events:
         yield {"type": "message_start", "message": self._head([])}
-        async with aclosing(self._conversation.turns()) as turns:
-            async for _, deltas in turns:
-                for change in self._blocks.feed(deltas):
-                    yield self._event(change)
-        for change in self._blocks.finish():
-            yield self._event(change)
+        async with aclosing(self._conversation.changes()) as changes:
+            async for change in changes:
+                yield self._event(change)
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield {"type": "message_delta", "delta": delta, "usage": self._usage()}

@@ -65,7 +65,7 @@ async def models(state: State, _: EmptyBody) -> dict[str, Any]:
 
 async def pause(state: State, body: PauseBody) -> dict[str, Any]:
     """Pause the engine; see :meth:`~vllm_module.AsyncLLM.pause`."""
-    await state.engine().pause(body.mode, clear_cache=body.clear_cache)  # type: ignore[arg-type]
+    await state.engine().pause(body.mode, clear_cache=body.clear_cache)
     return {"status": "paused"}
 
 

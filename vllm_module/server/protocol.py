@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -242,7 +242,7 @@ class DetokenizeBody(Body):
 class PauseBody(Body):
     """The body of /pause."""
 
-    mode: str = "abort"
+    mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
 
 

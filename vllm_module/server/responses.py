@@ -6,18 +6,18 @@ Names and events are those of https://www.openresponses.org. Nothing is stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from vllm_module.base.messages import shorten
-from vllm_module.server.blocks import Block, Blocks, Change
+from vllm_module.server.blocks import Block, Change
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import ChatBody, ResponsesBody
 from vllm_module.server.state import State, new_id
-from vllm_module.server.tools import call_entry
+from vllm_module.server.tools import new_call_id
 
 
 async def responses(state: State, body: ResponsesBody) -> Answer:
@@ -90,33 +90,25 @@ class _Answer:
 
     def __init__(self, body: ResponsesBody, conversation: Conversation) -> None:
         self._body, self._conversation = body, conversation
-        self._blocks = Blocks()
         self._ids: dict[int, str] = {}  # of items, by their blocks
         self._calls: dict[int, str] = {}  # ids of calls
         self._created = int(time.time())
         self._number = 0
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._conversation.turns()) as turns:
-            async for _, deltas in turns:
-                for _ in self._blocks.feed(deltas):
-                    pass
-        for _ in self._blocks.finish():
-            pass
-        return self._response()
+        return self._response(await self._conversation.blocks())
 
     async def events(self) -> Events:
         for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response())
-        async with aclosing(self._conversation.turns()) as turns:
-            async for _, deltas in turns:
-                for change in self._blocks.feed(deltas):
-                    for event in self._changes(change):
-                        yield event
-        for change in self._blocks.finish():
-            for event in self._changes(change):
-                yield event
-        response = self._response()
+            yield self._event(f"response.{kind}", response=self._response([]))
+        ended: list[Block] = []
+        async with aclosing(self._conversation.changes()) as changes:
+            async for change in changes:
+                if change[0] == "end":
+                    ended.append(change[1])
+                for event in self._changes(change):
+                    yield event
+        response = self._response(ended)
         yield self._event(f"response.{response['status']}", response=response)
 
     def _event(self, kind: str, **entries: Any) -> dict[str, Any]:
@@ -160,7 +152,7 @@ class _Answer:
         """Return an item of the output; without its text while it is in progress."""
         head = {"id": self._id(block), "status": status}
         if block.call is not None:
-            call = self._calls.setdefault(block.number, f"call_{call_entry(block.call)['id']}")
+            call = self._calls.setdefault(block.number, f"call_{new_call_id()}")
             return {
                 **head, "type": "function_call", "call_id": call, "name": block.call.name,
                 "arguments": block.text,
@@ -170,14 +162,13 @@ class _Answer:
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}
 
-    def _response(self) -> dict[str, Any]:
-        """Return the response, which is in progress until its last piece has come."""
+    def _response(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        """Return the response of these blocks; it is in progress until its last piece has come."""
         piece = self._conversation.last
         body, generation = self._body, self._conversation.generation
         params = generation.params
         whole = piece is not None and piece.finish_reason == "stop"
         usage = generation.usage()
-        output = [self._item(block, "completed") for block in self._blocks.ended]
         return {
             "id": generation.name,
             "object": "response",
@@ -190,7 +181,7 @@ class _Answer:
             "model": body.model,
             "previous_response_id": None,
             "instructions": body.instructions,
-            "output": output if piece is not None else [],
+            "output": [self._item(block, "completed") for block in blocks],
             "error": None,
             "tools": [
                 {"description": None, "parameters": None, "strict": None, **tool}

@@ -108,8 +108,12 @@ class AnswerForm:
 def call_entry(call: ToolCall) -> dict[str, Any]:
     """Return a call as the protocol has it, with a new id."""
     function = {"name": call.name, "arguments": call.arguments}
-    # Mistral's templates take ids of nine letters and digits only.
-    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
+    return {"id": new_call_id(), "type": "function", "function": function}
+
+
+def new_call_id() -> str:
+    """Return an id of nine letters and digits, because Mistral's templates take no other."""
+    return secrets.token_hex(5)[:9]
 
 
 def _checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
