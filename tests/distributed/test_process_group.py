@@ -6,11 +6,14 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from vllm_module.base.process_groups import private_group
 from vllm_module.distributed import run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -61,3 +64,12 @@ def test_processes_compute_what_one_rank_does(processes: Ranks) -> None:
         for name in ("hidden", "up", "down", "logits", "experts"):
             assert torch.equal(real[name], alone[name]), name
         assert torch.equal(real["own experts"], alone["experts"][real["own tokens"]])
+
+
+def test_private_groups_have_names_of_their_own() -> None:
+    """Groups are made after others were freed, whose ids Python gives to new objects."""
+    names = set()
+    for _ in range(50):
+        cpu, second = torch.device("cpu"), timedelta(seconds=1)
+        names.add(private_group(dist.HashStore(), 0, 1, cpu, second).group_name)
+    assert len(names) == 50

@@ -135,7 +135,7 @@ def serving(
             llm.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # an event loop does not run on while other tests change clocks
 def server(folder: Path) -> Iterator[Served]:
     with serving(AsyncLLM(load(folder, max_num_seqs=64), max_waiting=256)) as served:
         yield served

@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -407,7 +408,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the pauses between requests, which take no time here; the clock runs with them."""
     found: list[float] = []
     monkeypatch.setattr(store.Store, "_wait", lambda _, seconds: found.append(seconds))
-    monkeypatch.setattr(store.time, "monotonic", lambda: 100 + sum(found))
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: 100 + sum(found)))
     monkeypatch.setattr(store, "_FIRST_DELAY", 0.1)
     return found
 

@@ -7,6 +7,7 @@ ask the group itself.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_names = itertools.count()  # an id of a group may be used again by the next one
 _c10d: Any = dist  # torch.distributed has these classes; its type hints lack them
 
 
@@ -37,7 +39,7 @@ def private_group(
         nccl = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", store), rank, size, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     # torch.compile finds groups by their names.
-    group._set_group_name(f"private {id(group)}")
+    group._set_group_name(f"private {next(_names)}")
     _c10d.distributed_c10d._register_process_group(group.group_name, group)
     made: dist.ProcessGroup = group
     return made
