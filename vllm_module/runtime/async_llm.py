@@ -217,9 +217,17 @@ class AsyncLLM:
         weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
         *,
         digests: Mapping[str, str] | None = None,
+        weight_version: str | None = None,
     ) -> None:
         """Update weights between two steps, as :meth:`~vllm_module.LLM.update_weights`."""
-        await self.call(lambda llm: llm.update_weights(weights, digests=digests))
+        await self.call(
+            lambda llm: llm.update_weights(weights, digests=digests, weight_version=weight_version)
+        )
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the weights, as of :class:`~vllm_module.LLM`."""
+        return self.llm.weight_version
 
     async def embed(
         self, prompts: Sequence[Prompt], **options: Any

@@ -13,7 +13,7 @@ from vllm_module.core.digests import ModelDigest, digest_of, source_digests
 from vllm_module.core.report import fold
 from vllm_module.errors import ModelNotReadyError, WeightReadError
 from vllm_module.layout import Layout
-from vllm_module.runtime.arguments import known_arguments
+from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.weights import Weight
@@ -46,6 +46,7 @@ class WeightMethods:
         weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
         *,
         digests: Mapping[str, str] | None = None,
+        weight_version: str | None = None,
     ) -> None:
         """Update weights of the running model in place, between two steps.
 
@@ -61,17 +62,22 @@ class WeightMethods:
         was sent, or that of what the engine holds. Only named tensors are looked at. If one has
         another digest, the engine refuses to run, as after an update that failed.
 
+        ``weight_version`` names the weights from now on. Without one, versions are counted: ``"1"``
+        comes after ``"0"``, and ``"a+1"`` after ``"a"``. Samples list the versions of their tokens.
+
         Raises:
             WeightLoadError: the model refuses the weights.
             WeightReadError: a tensor has another digest afterwards.
             RuntimeError: the engine sleeps, and has its weights in host memory.
 
         """
+        check_type("weight_version", weight_version, "text or None", str, type(None))
         with self.engine.alone():
             self.executor.check()
             if self.executor.asleep == 1:
                 raise RuntimeError("the engine sleeps: wake_up() first")
             self._change("an update of the weights", self._update, weights, digests)
+            self._name_weights(weight_version)
 
     def _update(
         self,
@@ -156,11 +162,25 @@ class WeightMethods:
         """Load the weights in the model's folder again, as they are now.
 
         Updates since the first load are lost. A sleeping engine wakes up, and one with a failed
-        update is repaired. Raises the errors of loading.
+        update is repaired. The version of the weights is counted. Raises the errors of loading.
         """
         with self.engine.alone():
             self.executor.check()
             self._change("reloading the weights", self.executor.reload_weights)
+            self._name_weights(None)
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the weights: that of the last update, or its number; ``"0"`` before the first."""
+        return self.engine.weight_version
+
+    def _name_weights(self, version: str | None) -> None:
+        """Name the weights after they have changed; without a name, count."""
+        if version is None:
+            head, plus, number = self.engine.weight_version.rpartition("+")
+            counts = number.isascii() and number.isdecimal()
+            version = f"{head}{plus}{int(number) + 1}" if counts else f"{head}{plus}{number}+1"
+        self.engine.weight_version = version
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
