@@ -254,6 +254,8 @@ class EngineConfig(_Closed):
         enable_torch_compile: let torch.compile fuse the operations between attention layers.
         async_scheduling: launch the next step before the tokens of this one are read, if both only
             decode; tokens are the same. By default on a GPU, whose work the host's then overlaps.
+        worker_extension_cls: a class, or its qualified name, whose methods every rank's worker gets
+            for :meth:`~vllm_module.LLM.collective_rpc`.
 
     """
 
@@ -271,6 +273,7 @@ class EngineConfig(_Closed):
     enforce_eager: _Flag = False
     enable_torch_compile: _Flag = False
     async_scheduling: _Flag | None = None
+    worker_extension_cls: type | str | None = None
 
 
 class DeviceConfig(_Closed):

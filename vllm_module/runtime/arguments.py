@@ -61,7 +61,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "hf"),
     "use_v2_block_manager": (...,),
     "worker_cls": ("auto",),
-    "worker_extension_cls": ("",),
 }
 
 # The other arguments of vLLM's EngineArgs (0.32), about features that are missing here, with the

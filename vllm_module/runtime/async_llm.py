@@ -6,7 +6,15 @@ import asyncio
 import itertools
 import re
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, get_args
@@ -201,7 +209,7 @@ class AsyncLLM:
         self._thread.put(lambda: self._thread.pause(mode, drained))
         await asyncio.wrap_future(drained)
         if clear_cache:
-            await self.call(lambda llm: llm.reset_prefix_cache())
+            await self.reset_prefix_cache()
 
     async def resume(self) -> None:
         """Compute steps again, with the requests that have waited."""
@@ -217,9 +225,55 @@ class AsyncLLM:
         weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
         *,
         digests: Mapping[str, str] | None = None,
+        weight_version: str | None = None,
     ) -> None:
         """Update weights between two steps, as :meth:`~vllm_module.LLM.update_weights`."""
-        await self.call(lambda llm: llm.update_weights(weights, digests=digests))
+        await self.call(
+            lambda llm: llm.update_weights(weights, digests=digests, weight_version=weight_version)
+        )
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Free memory, as :meth:`~vllm_module.LLM.sleep`, once requests have ended as by ``mode``.
+
+        It is ``"abort"`` or ``"wait"``: requests that were kept would need the KV cache.
+        """
+        if mode == "keep":
+            raise ValueError(
+                "a sleeping engine keeps no requests: mode should be 'abort' or 'wait'"
+            )
+        await self.pause(mode, clear_cache=False)
+        try:
+            await self.call(lambda llm: llm.sleep(level))
+        finally:
+            await self.resume()
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Wake up, as :meth:`~vllm_module.LLM.wake_up`."""
+        await self.call(lambda llm: llm.wake_up(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True while the weights or the KV cache sleep."""
+        return bool(self.llm.executor.sleeping)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Evict cached pages between two steps, as :meth:`~vllm_module.LLM.reset_prefix_cache`."""
+        return await self.call(lambda llm: llm.reset_prefix_cache())
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method on every rank, as :meth:`~vllm_module.LLM.collective_rpc`."""
+        return await self.call(lambda llm: llm.collective_rpc(method, timeout, args, kwargs))
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the weights, as of :class:`~vllm_module.LLM`."""
+        return self.llm.weight_version
 
     async def embed(
         self, prompts: Sequence[Prompt], **options: Any

@@ -343,7 +343,7 @@ class Engine(Requests):
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None or sequence.finish_reason is not None:
                 continue
-            sequence.tokens.append(token.token_id)
+            sequence.append(token.token_id, self.weight_version)
             request, totals = sequence.request, self.totals
             if not request.metrics.num_generation_tokens:
                 totals.prompt_tokens += request.prompt_len

@@ -35,8 +35,6 @@ from vllm_module.runtime.generation_config import (
 from vllm_module.runtime.metrics import Metric, engine_metrics
 from vllm_module.runtime.outputs import ServedModelConfig
 from vllm_module.runtime.pooling.encoder_methods import EncoderMethods
-from vllm_module.runtime.pooling.pooler import Pooler
-from vllm_module.runtime.pooling.sentence_config import classifier_activation
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -45,7 +43,6 @@ from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.runtime.text_methods import TextMethods
-from vllm_module.runtime.warm_up import warm_up_batches
 from vllm_module.runtime.weight_methods import WeightMethods
 from vllm_module.weights import resolve
 
@@ -208,7 +205,9 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
             self._ids = itertools.count()
             end_tokens = stop_tokens(self.source.folder, folder, override)
             self.engine = self._make_engine(config, end_tokens)
-            self._pooler = self._make_pooler(config) if self.executor.worker.is_encoder else None
+            length = self.source.config.max_model_len or MAX_MODEL_LEN
+            is_encoder = self.executor.worker.is_encoder
+            self._pooler = self._make_pooler(config, length) if is_encoder else None
             self.model_config = ServedModelConfig(
                 model_config.model,
                 str(tokenizer or model_config.model),
@@ -278,29 +277,6 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
             async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
             stream=torch.cuda.current_stream(worker.device) if on_gpu else None,
         )
-
-    def _make_pooler(self, config: EngineConfig) -> Pooler:
-        """Return what embeds, after a warm-up on a GPU."""
-        hf_config, worker = self.source.config, self.executor.worker
-        length = hf_config.max_model_len or MAX_MODEL_LEN
-        self.no_text = (
-            f"{hf_config.architectures[0]} is an encoder and generates no text: "
-            "LLM.embed returns embeddings of prompts"
-        )
-        pooler = Pooler(
-            self.executor.embed,
-            self.source.folder,
-            hf_config,
-            length,
-            config,
-            self.get_tokenizer,
-            classifier_activation(hf_config) if hasattr(worker.model, "classify") else None,
-        )
-        if worker.device.type == "cuda":
-            tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
-            for inputs in warm_up_batches(tokens, sequences, length):
-                self.executor.embed(inputs)
-        return pooler
 
     def _facts(self) -> list[tuple[str, str]]:
         if not hasattr(self, "model_config"):
@@ -377,11 +353,6 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
             finally:
                 if engine is not None and locked:
                     engine.lock.release()
-
-    def _check_encoder(self) -> Pooler:
-        self._check("embed")
-        assert self._pooler is not None, "as _check made sure"
-        return self._pooler
 
     def _check(self, method: Literal["generate", "embed"]) -> None:
         """Raise if no request is served, whatever it is, or if the model is for another method."""

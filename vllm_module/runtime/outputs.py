@@ -71,6 +71,8 @@ class CompletionOutput:
         stop_reason: the token id or string of the request's parameters that ended it; ``None`` for
             the model's own end token.
         lora_request: always ``None``.
+        weight_versions: versions of the weights that computed the tokens, in their order, each with
+            its number of tokens: ``[("0", 5), ("step-1", 3)]`` if an update came after 5 tokens.
 
     """
 
@@ -82,6 +84,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: None = None
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)
 
     def finished(self) -> bool:
         """Return whether the sample has ended."""
@@ -252,4 +255,5 @@ def _completion_output(sequence: Sequence) -> CompletionOutput:
         list(sequence.logprobs) if has_logprobs else None,
         sequence.finish_reason,
         sequence.stop_reason,
+        weight_versions=list(sequence.weight_versions),
     )

@@ -41,6 +41,7 @@ class Requests:
         requests: requests that have not ended, by id.
         totals: sums over all requests.
         refusal: reason why no requests are accepted, or ``None``.
+        weight_version: name of the weights, which updates change.
         lock: held while a thread reads or changes the requests.
 
     """
@@ -67,6 +68,7 @@ class Requests:
         self.requests: dict[str, Request] = {}
         self.totals = Totals()
         self.refusal: str | None = None
+        self.weight_version = "0"
         self.lock = threading.RLock()
         self._pid = os.getpid()
         self._busy = False

@@ -39,6 +39,8 @@ class Sequence:
         sampling_row: sampling inputs for its next token, once it has needed them.
         grammar: where it is in the grammar of its request, if that has one.
         stream: decoder from tokens to text, if the text is needed at every step.
+        weight_versions: versions of the weights that computed the generated tokens, in their order,
+            each with its number of tokens.
 
     """
 
@@ -65,6 +67,16 @@ class Sequence:
     stream: TextStream | None = None
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None
+    weight_versions: list[tuple[str, int]] = field(default_factory=list)
+
+    def append(self, token: int, weight_version: str) -> None:
+        """Append a token that weights of this version have computed."""
+        self.tokens.append(token)
+        last, count = self.weight_versions[-1] if self.weight_versions else ("", 0)
+        if count and last == weight_version:
+            self.weight_versions[-1] = last, count + 1
+        else:
+            self.weight_versions.append((weight_version, 1))
 
     @property
     def output(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,9 +13,10 @@ from vllm_module.core.digests import ModelDigest, digest_of, source_digests
 from vllm_module.core.report import fold
 from vllm_module.errors import ModelNotReadyError, WeightReadError
 from vllm_module.layout import Layout
-from vllm_module.runtime.arguments import known_arguments
+from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
+from vllm_module.runtime.ranks.worker import SLEEPING
 from vllm_module.weights import Weight
 from vllm_module.weights.region import Region
 
@@ -46,6 +47,7 @@ class WeightMethods:
         weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
         *,
         digests: Mapping[str, str] | None = None,
+        weight_version: str | None = None,
     ) -> None:
         """Update weights of the running model in place, between two steps.
 
@@ -61,17 +63,22 @@ class WeightMethods:
         was sent, or that of what the engine holds. Only named tensors are looked at. If one has
         another digest, the engine refuses to run, as after an update that failed.
 
+        ``weight_version`` names the weights from now on. Without one, versions are counted: ``"1"``
+        comes after ``"0"``, and ``"a+1"`` after ``"a"``. Samples list the versions of their tokens.
+
         Raises:
             WeightLoadError: the model refuses the weights.
             WeightReadError: a tensor has another digest afterwards.
             RuntimeError: the engine sleeps, and has its weights in host memory.
 
         """
+        check_type("weight_version", weight_version, "text or None", str, type(None))
         with self.engine.alone():
             self.executor.check()
-            if self.executor.asleep == 1:
+            if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
             self._change("an update of the weights", self._update, weights, digests)
+            self._name_weights(weight_version)
 
     def _update(
         self,
@@ -131,21 +138,40 @@ class WeightMethods:
             self.executor.sleep(level)
             self.engine.fail("the engine sleeps: wake_up() first")
 
-    def wake_up(self, tags: None = None) -> None:
-        """Restore the weights of a sleeping engine, and accept requests.
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Restore the weights of a sleeping engine, allocate the KV cache, and accept requests.
 
         Weights dropped at level 2 are loaded from the model's folder again, if no update had
         changed them and the folder has not changed since. Does nothing if the engine is awake.
-        Everything wakes up: ``tags`` of vLLM are not supported.
 
-        Raises ``ModelNotReadyError`` if those weights exist nowhere any more, or if an update of
-        the weights had failed midway.
+        Args:
+            tags: ``["weights"]`` to have the weights first, and the KV cache by ``["kv_cache"]``
+                when they have been updated, so that there is memory for two copies of them; by
+                default both. ``["weights"]`` at level 2 is for weights that exist nowhere any more,
+                too: then the next update has to be a whole checkpoint.
+
+        Raises:
+            ModelNotReadyError: those weights exist nowhere any more, or an update of the weights
+                had failed midway.
+            RuntimeError: the KV cache is to wake up before the weights.
+
         """
-        known_arguments("LLM.wake_up", {"tags": tags}, (), {"tags": ()})
+        if tags is not None:
+            check_type("tags", tags, f"a list of {' and '.join(SLEEPING)}", list, tuple, set)
+            if unknown := [tag for tag in tags if tag not in SLEEPING]:
+                raise ValueError(f"tags should be of {SLEEPING}, got {shorten(unknown[0])}")
         with self.engine.alone():
             self.executor.check()
-            if self.executor.asleep:
-                self._change("waking up", self.executor.wake_up)
+            asleep = self.executor.sleeping
+            if asleep:
+                wanted = asleep.intersection(SLEEPING if tags is None else tags)
+                if wanted == {"kv_cache"} and "weights" in asleep:
+                    raise RuntimeError(
+                        "the weights sleep, and the KV cache wakes up after them: wake_up(tags="
+                        "['weights']) first, and send their update if they were dropped"
+                    )
+                if wanted:
+                    self._change("waking up", self.executor.wake_up, wanted)
             elif self.executor.refusal is not None:
                 raise ModelNotReadyError(
                     "waking up repairs no update: update_weights with a whole checkpoint, or "
@@ -156,11 +182,25 @@ class WeightMethods:
         """Load the weights in the model's folder again, as they are now.
 
         Updates since the first load are lost. A sleeping engine wakes up, and one with a failed
-        update is repaired. Raises the errors of loading.
+        update is repaired. The version of the weights is counted. Raises the errors of loading.
         """
         with self.engine.alone():
             self.executor.check()
             self._change("reloading the weights", self.executor.reload_weights)
+            self._name_weights(None)
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the weights: that of the last update, or its number; ``"0"`` before the first."""
+        return self.engine.weight_version
+
+    def _name_weights(self, version: str | None) -> None:
+        """Name the weights after they have changed; without a name, count."""
+        if version is None:
+            head, plus, number = self.engine.weight_version.rpartition("+")
+            counts = number.isascii() and number.isdecimal()
+            version = f"{head}{plus}{int(number) + 1}" if counts else f"{head}{plus}{number}+1"
+        self.engine.weight_version = version
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -191,6 +231,36 @@ class WeightMethods:
         with self.engine.alone():
             return self.executor.apply_model(func)
 
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's worker at once, and return all results, by rank.
+
+        Args:
+            method: its name, or a function that gets the worker first. A worker has ``model``,
+                ``device``, ``rank`` and the methods of ``worker_extension_cls``.
+            timeout: seconds to wait for other ranks once rank 0 has its result; by default those of
+                ``load_config``. A rank that has not answered then is named, and the engine ends.
+            args, kwargs: arguments of the method. With several ranks, these, the function and the
+                results are pickled.
+
+        Weights that a method changes are not checked: call :meth:`update_weights` for that.
+
+        Raises the exceptions of the method; ``RankError`` names another rank that raised, ended or
+        did not answer.
+
+        """
+        check_type("method", method, "the name of a method or a function", str, Callable)  # type: ignore[arg-type]  # isinstance takes it
+        check_type("timeout", timeout, "seconds above 0 or None", int, float, type(None))
+        if timeout is not None and not 0 < timeout < float("inf"):
+            raise ValueError(f"timeout should be seconds above 0 or None, got {timeout}")
+        with self.engine.alone():
+            return self.executor.collective_rpc(method, timeout, args, kwargs)
+
     def digest(self) -> ModelDigest:
         """Return for each tensor a number that no layout changes: the same on any ranks.
 
@@ -214,4 +284,7 @@ class WeightMethods:
             if not self.executor.can_run:
                 self.engine.fail(f"{what} failed: {describe_error(error)}")
             raise
-        self.engine.resume()
+        if self.executor.sleeping == {"kv_cache"}:
+            self.engine.fail("the KV cache sleeps: wake_up(tags=['kv_cache']) first")
+        elif not self.executor.asleep:
+            self.engine.resume()

@@ -80,18 +80,15 @@ async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
 
     def update(llm: LLM) -> None:
         with open_weights(find_source(body.path, described=False)) as weights:
-            llm.update_weights(weights)
+            llm.update_weights(weights, weight_version=body.weight_version)
 
     await state.engine().call(update)
-    version = state.weight_version
-    following = str(int(version) + 1) if version.isdecimal() else f"{version}+1"
-    state.weight_version = body.weight_version or following
-    return {"weight_version": state.weight_version}
+    return {"weight_version": state.engine().weight_version}
 
 
 async def weight_version(state: State, _: EmptyBody) -> dict[str, Any]:
     """Return the name of the weights, which the last update gave."""
-    return {"weight_version": state.weight_version}
+    return {"weight_version": state.engine().weight_version}
 
 
 async def abort(state: State, body: AbortBody) -> dict[str, Any]:

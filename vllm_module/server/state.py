@@ -39,7 +39,6 @@ class State:
         max_prompts: most prompts of a request.
         formats: how the model writes calls of tools and reasoning.
         llm: the engine; ``None`` while it is loading.
-        weight_version: name of the weights, which updates change.
         loaded: seconds from 1970 to the end of loading.
 
     """
@@ -48,7 +47,6 @@ class State:
     max_prompts: int
     llm: AsyncLLM | None = None
     formats: Formats = field(default_factory=Formats)
-    weight_version: str = "0"
     loaded: int = 0
     histograms: Histograms = field(default_factory=Histograms)
 

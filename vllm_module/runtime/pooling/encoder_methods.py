@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn import functional as F
 
 from vllm_module.base.messages import shorten
+from vllm_module.build.model_source import ModelSource
+from vllm_module.config import EngineConfig
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.runtime.arguments import REQUEST_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.engine import Engine
@@ -23,8 +25,12 @@ from vllm_module.runtime.outputs import (
 )
 from vllm_module.runtime.pooling.embedding import Pooling
 from vllm_module.runtime.pooling.pooler import Pair, Pooled, Pooler, PoolingTask
+from vllm_module.runtime.pooling.sentence_config import classifier_activation
 from vllm_module.runtime.pooling_params import PoolingParams
+from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.text.prompts import Prompt, as_list, as_prompts
+from vllm_module.runtime.text.tokenizer import Tokenizer
+from vllm_module.runtime.warm_up import warm_up_batches
 
 _Params = PoolingParams | Sequence[PoolingParams] | None
 
@@ -33,11 +39,39 @@ class EncoderMethods:
     """The methods of :class:`~vllm_module.LLM` for encoders; ``engine`` has the lock."""
 
     engine: Engine
+    executor: Executor
+    source: ModelSource
+    no_text: str
+    get_tokenizer: Callable[[], Tokenizer]
+    _check: Callable[[Literal["generate", "embed"]], None]
     _pooler: Pooler | None
 
+    def _make_pooler(self, config: EngineConfig, length: int) -> Pooler:
+        """Return what embeds up to ``length`` tokens, after a warm-up on a GPU."""
+        hf_config, worker = self.source.config, self.executor.worker
+        self.no_text = (
+            f"{hf_config.architectures[0]} is an encoder and generates no text: "
+            "LLM.embed returns embeddings of prompts"
+        )
+        pooler = Pooler(
+            self.executor.embed,
+            self.source.folder,
+            hf_config,
+            length,
+            config,
+            self.get_tokenizer,
+            classifier_activation(hf_config) if hasattr(worker.model, "classify") else None,
+        )
+        if worker.device.type == "cuda":
+            tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
+            for inputs in warm_up_batches(tokens, sequences, length):
+                self.executor.embed(inputs)
+        return pooler
+
     def _check_encoder(self) -> Pooler:
-        """Return the pooler. Raises the errors of ``LLM._check``."""
-        raise NotImplementedError
+        self._check("embed")
+        assert self._pooler is not None, "as _check made sure"
+        return self._pooler
 
     def embed(
         self,

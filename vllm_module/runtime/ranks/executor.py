@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from vllm_module.base.messages import describe_error
+from vllm_module.base.messages import describe_error, shorten
 from vllm_module.base.waiting import at_most, until
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
@@ -23,8 +23,9 @@ from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.runtime.devices import as_called, current, own_device
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.ranks.connections import Connections, connect, meeting_place
+from vllm_module.runtime.ranks.extension import worker_class
 from vllm_module.runtime.ranks.group import Ranks
-from vllm_module.runtime.ranks.worker import Worker, check_ranks
+from vllm_module.runtime.ranks.worker import SLEEPING, Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import Weight, receive_weights, send_weights
 
@@ -54,6 +55,7 @@ class Executor:
             weights), by number of rows; rank 0 chooses for all ranks.
         refusal: reason why no step runs after a failed change of the weights; else ``None``.
         asleep: level at which the engine sleeps; 0 if it is awake.
+        sleeping: what sleeps: ``"weights"``, ``"kv_cache"``.
 
     Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks, far more
     ranks than CPUs, or ``tensor_parallel_size`` is not the size of the process group.
@@ -73,7 +75,8 @@ class Executor:
         self._closed: str | None = None
         self._lost: tuple[int, ...] | None = None  # ranks whose failure has ended the engine
         self.refusal: str | None = None
-        self.asleep = 0
+        self.asleep, self.sleeping = 0, frozenset[str]()
+        self._awaits_weights = False  # True if an update is to wake up the weights only
         # True if weights were updated since they were loaded from the model's source.
         self._updated = False
 
@@ -84,6 +87,7 @@ class Executor:
             check_ranks(model, size)
             return model, load_config, device_config, config
 
+        worker = worker_class(Worker, config.worker_extension_cls)
         size, device = config.tensor_parallel_size, device_config.torch_device
         if device.type == "meta":
             raise ValueError(
@@ -101,7 +105,7 @@ class Executor:
         group = self._ranks.group
         place: Any = {"rank": 0, "size": 1} if group is None else {"group": group}
         with self._or_end(), tensor_parallel(**place), current(self._ranks.device):
-            self.worker = Worker(model, load_config, device_config, config)
+            self.worker = worker(model, load_config, device_config, config)
         # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
         self.products = Products()
         if self.rank == 0 and self._ranks.device.type == "cpu":
@@ -190,7 +194,7 @@ class Executor:
         them. If any weight was changed before the error, no step runs until an update loads a whole
         checkpoint. If the engine sleeps without weights, a whole checkpoint wakes it up.
         """
-        whole = self.refusal is not None or self.asleep == 2
+        whole = self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
             weights = as_called(weights, own_device(torch.device("cuda")))
         with self._or_refuse():
@@ -209,9 +213,10 @@ class Executor:
                 with self._or_end(self._timeout, unless_refused=True):
                     send_weights(weights, group=self._ranks.control, also=take)
             self._updated = True
-            if self.asleep:
-                self._everywhere("wake_up")
-                self.asleep = 0
+            if "weights" in self.sleeping:
+                caches = [] if self._awaits_weights else ["kv_cache"]
+                self._everywhere("wake_up", caches)
+                self._wake(["weights", *caches])
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and cache on every rank.
@@ -230,46 +235,74 @@ class Executor:
                 with self._or_refuse():
                     self._everywhere("wake_up")  # ranks with enough memory are already asleep
             raise
-        self.asleep = level
+        self.asleep, self.sleeping, self._awaits_weights = level, frozenset(SLEEPING), False
 
-    def wake_up(self) -> None:
-        """Restore the weights of a sleeping engine on every rank.
+    def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
+        """Restore the weights of a sleeping engine on every rank, and allocate the caches.
+
+        Of ``tags`` without the caches, weights that exist nowhere any more wait for an update.
 
         Raises ``ModelNotReadyError`` if they exist nowhere any more.
         """
-        if self.asleep == 2 and self._updated:
+        if self.asleep == 2 and self._updated and "weights" in self.sleeping:
+            self._awaits_weights = "kv_cache" not in tags
+            if self._awaits_weights:
+                return
             raise ModelNotReadyError(
                 "the weights that slept were dropped, and updates had changed them since they were "
                 "loaded: update_weights with a whole checkpoint, or reload_weights() to go back to "
                 f"those in {self.worker.source.name}"
             )
         with self._or_refuse():
-            self._everywhere("wake_up")
-        self.asleep = 0
+            self._everywhere("wake_up", [tag for tag in SLEEPING if tag in tags])
+        self._wake(tags)
+
+    def _wake(self, tags: Collection[str]) -> None:
+        self.sleeping -= frozenset(tags)
+        self.asleep = self.asleep if self.sleeping else 0
 
     def reload_weights(self) -> None:
         """Load every rank's weights from the source, also after sleep or a failed update."""
         with self._or_refuse():
             self._everywhere("reload_weights")
-        self.asleep, self._updated = 0, False
+        self._wake(SLEEPING)
+        self._updated = False
 
     def apply_model(self, func: Callable[[torch.nn.Module], Any]) -> list[Any]:
         """Call a function with every rank's model and return all results, by rank.
 
-        Raises ``ValueError`` for a function that cannot be sent to other ranks.
+        Raises what :meth:`collective_rpc` raises.
+        """
+        return self.collective_rpc(_call_with_model, args=(func,))
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's worker, or a function of it; return all results, by rank.
+
+        Raises ``ValueError`` for a method that workers lack, and for what cannot be pickled.
         """
         self.check()
+        called = method, tuple(args), dict(kwargs or {})
+        if isinstance(method, str) and not callable(getattr(self.worker, method, None)):
+            raise ValueError(
+                f"workers have no method {shorten(method)}: give a function of the worker, or a "
+                "worker_extension_cls that has it"
+            )
         if self.size == 1:
-            with current(self._ranks.device):
-                return [func(self.worker.model)]
+            return [self._do("call", *called)]
         try:
-            sent = pickle.dumps(func)
+            sent = pickle.dumps(called)
         except Exception as error:
             raise ValueError(
-                "func should be a function that a module defines, which other ranks can import: "
-                f"{describe_error(error)}"
+                "what other ranks call is sent by pickle: give a function that a module defines, "
+                f"which they can import, and such arguments: {describe_error(error)}"
             ) from None
-        return self._everywhere("apply_model", sent)
+        return self._everywhere("call_pickled", sent, timeout=timeout)
 
     @property
     def end(self) -> str | None:
@@ -313,14 +346,17 @@ class Executor:
         with current(self._ranks.device):
             return getattr(self.worker, name)(*arguments, **options)
 
-    def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
-        """Call a method of every rank's worker and return all results, by rank."""
+    def _everywhere(self, name: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method of every rank's worker and return all results, by rank.
+
+        ``timeout`` are the seconds that this rank waits for the others, instead of the engine's.
+        """
         with self._or_end(self._timeout):
             self._tell(name, *arguments)
         if self.size == 1:
             return [self._do(name, *arguments)]
         with self._or_end(unless_refused=True):
-            return self._together(name, arguments)
+            return self._together(name, arguments, timeout)
 
     def _each(self, name: str, *arguments: Any) -> None:
         """Call a method of this rank's worker; of every rank's, if every rank makes this call."""
@@ -330,11 +366,14 @@ class Executor:
         with self._or_end(unless_refused=True):
             self._together(name, arguments)
 
-    def _together(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
+    def _together(
+        self, name: str, arguments: tuple[Any, ...], timeout: float | None = None
+    ) -> list[Any]:
         """Run this rank's part of :meth:`_everywhere`; a worker's error does not end its rank."""
         work = partial(self._do, name, *arguments)
         group, refusals = self._ranks.control, (Exception,)
-        return together(work, timeout=self._timeout, group=group, refusals=refusals)
+        limit = self._timeout if timeout is None else timeout
+        return together(work, timeout=limit, group=group, refusals=refusals)
 
     def _obey(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Run this rank's part of a method that rank 0 runs."""
@@ -400,6 +439,10 @@ class Executor:
             if raised is error:
                 raise
             raise raised from error
+
+
+def _call_with_model(worker: Worker, func: Callable[[torch.nn.Module], Any]) -> Any:
+    return func(worker.model)
 
 
 @cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vllm_module.wrapped.model import TransformersForCausalLM
 _log = logging.getLogger(__name__)
 
 _CPU_CACHE = 1 << 30  # bytes of the cache on a CPU, unless kv_cache_memory_bytes is given
+SLEEPING = "weights", "kv_cache"  # what sleeps, by vLLM's names, in the order of waking up
 CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -50,6 +52,8 @@ class Worker:
     Attributes:
         source: the source of the model.
         model: this rank's part of it.
+        device: where it lies.
+        rank: the number of this rank.
 
     """
 
@@ -72,6 +76,7 @@ class Worker:
         self.state_bytes = state_bytes(self.model, self.source.dtype)
         self.runner: ModelRunner | None = None
         self._group = tensor_parallel_group()
+        self.rank = self._group.rank
         self._shape: tuple[int, int, int] | None = None  # arguments of the last start
         self._took_update = True  # True if all of the last update was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
@@ -240,9 +245,16 @@ class Worker:
         assert self.runner is not None
         return self.runner.first_tokens(logits)
 
-    def apply_model(self, func: bytes) -> Any:
-        """Call a pickled function with the model and return its result."""
-        return pickle.loads(func)(self.model)  # sent by this engine's first rank
+    def call(
+        self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a method of this object by its name, or a function with this object first."""
+        function = getattr(self, method) if isinstance(method, str) else partial(method, self)
+        return function(*args, **kwargs)
+
+    def call_pickled(self, sent: bytes) -> Any:
+        """Do as :meth:`call` with arguments that this engine's first rank has pickled."""
+        return self.call(*pickle.loads(sent))
 
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
@@ -303,14 +315,14 @@ class Worker:
             self.cache.close()
             self.states.close()
 
-    def wake_up(self) -> None:
-        """Restore the weights of a sleeping rank, and allocate the caches.
+    def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
+        """Restore the weights of a sleeping rank, and allocate the caches, or one of the two.
 
         Raises ``ModelNotReadyError`` if they were dropped and the source has changed since.
         """
-        if self._slept is not None:
+        if "weights" in tags and self._slept is not None:
             load_held(self.model, self._slept)
-        elif self._dropped:
+        elif "weights" in tags and self._dropped:
             with self.source.open() as checkpoint:
                 if checkpoint.fingerprint != self._fingerprint:
                     raise ModelNotReadyError(
@@ -319,7 +331,7 @@ class Worker:
                         "reload_weights() to take the changed ones"
                     )
                 load_from(self.model, checkpoint)
-        self._awake()
+        self._awake(caches="kv_cache" in tags)
 
     def reload_weights(self) -> None:
         """Load the source's weights, whatever the model has, and allocate the caches."""
@@ -328,10 +340,10 @@ class Worker:
             load_from(self.model, checkpoint)
         self._awake()
 
-    def _awake(self) -> None:
+    def _awake(self, *, caches: bool = True) -> None:
         """Record that the model has weights; allocate the caches if they were freed."""
         self._slept, self._dropped = None, False
-        if self.runner is None and self._shape is not None:
+        if caches and self.runner is None and self._shape is not None:
             self.start(*self._shape)
 
 
