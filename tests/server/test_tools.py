@@ -177,6 +177,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "response_format and a tool_choice that wants calls exclude each other",
     ),
     (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs and response_format exclude each other",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}, "tools": [NOW], "tool_choice": "required"},
+        "structured_outputs and a tool_choice that wants calls exclude each other",
+    ),
+    (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}},
         "structured_outputs cannot be followed: Invalid type: frob",
     ),

@@ -343,7 +343,11 @@ class Engine(Requests):
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None or sequence.finish_reason is not None:
                 continue
-            sequence.append(token.token_id, self.weight_version)
+            sequence.tokens.append(token.token_id)
+            versions = sequence.weight_versions
+            if not versions or versions[-1][0] != self.weight_version:
+                versions.append((self.weight_version, 0))
+            versions[-1] = self.weight_version, versions[-1][1] + 1
             request, totals = sequence.request, self.totals
             if not request.metrics.num_generation_tokens:
                 totals.prompt_tokens += request.prompt_len

@@ -69,15 +69,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
 
-    def append(self, token: int, weight_version: str) -> None:
-        """Append a token that weights of this version have computed."""
-        self.tokens.append(token)
-        last, count = self.weight_versions[-1] if self.weight_versions else ("", 0)
-        if count and last == weight_version:
-            self.weight_versions[-1] = last, count + 1
-        else:
-            self.weight_versions.append((weight_version, 1))
-
     @property
     def output(self) -> list[int]:
         """Generated tokens."""

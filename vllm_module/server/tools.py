@@ -73,6 +73,10 @@ class AnswerForm:
                 message = "response_format and a tool_choice that wants calls exclude each other"
                 raise ApiError(400, message, "response_format")
             structured = {"json": _schema_of_calls(chosen, body.parallel_tool_calls)}
+        if structured is not None and "structured_outputs" in body.sampling:
+            other = "a tool_choice that wants calls" if chosen is not None else "response_format"
+            message = f"structured_outputs and {other} exclude each other"
+            raise ApiError(400, message, "structured_outputs")
         calls = CHOSEN if chosen is not None else formats.calls
         wants_calls = bool(tools) and body.tool_choice != "none"
         if wants_calls and calls is None:
