@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -278,11 +279,15 @@ def test_steps_that_overlap_give_the_same_text(folder: Path, theirs: Any, llm: L
             engine.update_weights({"lm_head.weight": head})
         return [piece.outputs[0].token_ids for piece in pieces]
 
+    def unversioned(outputs: list[Any]) -> list[Any]:
+        """Return outputs without the versions of the weights: updates count them up."""
+        return [replace(each, weight_versions=[]) for each in outputs]
+
     with LLM(folder, **SMALL, async_scheduling=True) as overlapped:
         given: list[list[Any]] = []
         for engine in (llm, overlapped):
             outputs = engine.generate(["once", "upon", "a", "time"], params, False)
-            given.append([(o.outputs, o.prompt_logprobs) for o in outputs])
+            given.append([(unversioned(o.outputs), o.prompt_logprobs) for o in outputs])
             pieces = [o.outputs[0].text for o in engine.stream("once", params[0])]
             given[-1] += [pieces, changing(engine)]
         assert given[0] == given[1]
@@ -290,7 +295,7 @@ def test_steps_that_overlap_give_the_same_text(folder: Path, theirs: Any, llm: L
         overlapped.sleep()
         overlapped.wake_up()
         (again,) = overlapped.generate("once", params[0], False)
-        assert again.outputs == given[0][0][0]
+        assert unversioned(again.outputs) == given[0][0][0]
 
 
 def test_the_whole_context_can_be_used(llm: LLM) -> None:
