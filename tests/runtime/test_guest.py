@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import asyncio
 import re
 import sys
@@ -90,9 +91,7 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     (path / "methods_of_a_trainer.py").write_text(METHODS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(path)
-        import methods_of_a_trainer  # type: ignore[import-not-found]  # written above
-
-        yield methods_of_a_trainer
+        yield importlib.import_module("methods_of_a_trainer")
     del sys.modules["methods_of_a_trainer"]
 
 
