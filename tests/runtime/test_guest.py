@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import asyncio
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -87,12 +87,12 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A module with classes and functions, which every rank can import."""
-    path = tmp_path_factory.mktemp("methods")
-    (path / "methods_of_a_trainer.py").write_text(METHODS)
+    path = tmp_path_factory.mktemp("methods") / "methods_of_a_trainer.py"
+    path.write_text(METHODS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(path)
-        yield importlib.import_module("methods_of_a_trainer")
-    del sys.modules["methods_of_a_trainer"]
+        patch.syspath_prepend(path.parent)
+        yield importlib.import_module(path.stem)
+    del sys.modules[path.stem]
 
 
 def load(folder: Path, **settings: Any) -> LLM:
