@@ -1,6 +1,8 @@
-"""A small model whose weights give clear differences between logits."""
+"""A small model whose weights give clear differences between logits, and a tiny checkpoint."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,3 +37,16 @@ def model() -> vLLMModule:
     ours = build_model(HFConfig(**config.to_dict()), torch.float32, torch.device("cpu"))
     ours.load_weights(theirs.state_dict())
     return ours.eval()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Llama of one layer, without a tokenizer, which no test changes."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("checkpoint")
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path

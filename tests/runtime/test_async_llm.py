@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.errors import EngineBusyError
@@ -33,17 +33,6 @@ SEEDED = [
     SamplingParams(temperature=1.5, seed=seed, n=1 + seed % 2, max_tokens=10, ignore_eos=True)
     for seed in range(len(PROMPTS))
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = AutoConfig.for_model(
-        "llama", vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("checkpoint")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
 
 
 def load(folder: Path, **settings: Any) -> LLM:

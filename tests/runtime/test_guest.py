@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
@@ -63,18 +63,6 @@ def rank_of(worker):
 
 NUMBER = 5
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama", vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("checkpoint")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +160,7 @@ def test_sleep_of_an_event_loop(folder: Path, llm: LLM) -> None:
             for mode, reason, count in (("abort", "abort", 200), ("wait", "length", 0)):
                 stream = beside.generate({"prompt_token_ids": [1, 2]}, long)
                 await anext(stream)
-                await beside.sleep(mode=mode)  # type: ignore[arg-type]  # one of them
+                await beside.sleep(mode=mode)
                 assert beside.is_sleeping
                 *_, output = [each async for each in stream]
                 assert output.outputs[0].finish_reason == reason
@@ -191,6 +179,37 @@ def test_sleep_of_an_event_loop(folder: Path, llm: LLM) -> None:
             assert last[-1].outputs[0].token_ids == tokens(llm)
 
     asyncio.run(asyncio.wait_for(sleeping(), 120))
+
+
+def test_sleep_keeps_a_pause(folder: Path, llm: LLM) -> None:
+    """An engine that its caller has paused computes nothing after a sleep until it resumes."""
+
+    async def sleeping() -> None:
+        async with AsyncLLM(load(folder)) as beside:
+            await beside.pause()
+            await beside.sleep()
+            await beside.wake_up()
+            assert beside.is_paused
+            await beside.resume()
+            last = [each async for each in beside.generate({"prompt_token_ids": [1, 2, 3]}, TEN)]
+            assert last[-1].outputs[0].token_ids == tokens(llm)
+            assert not beside.is_paused
+
+    asyncio.run(asyncio.wait_for(sleeping(), 120))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_of_what_is_half_awake(llm: LLM, level: int) -> None:
+    """An engine whose KV cache still sleeps refuses to sleep again, and wakes up unchanged."""
+    llm.reload_weights()
+    before = tokens(llm)
+    llm.sleep(level)
+    llm.wake_up(["weights"])
+    with pytest.raises(RuntimeError, match="sleeps already"):
+        llm.sleep(level)
+    assert llm.executor.sleeping == {"kv_cache"}
+    llm.wake_up()
+    assert tokens(llm) == before
 
 
 def test_calls_on_every_rank(llm: LLM, methods: Any) -> None:
@@ -217,7 +236,7 @@ def test_calls_on_every_rank(llm: LLM, methods: Any) -> None:
             llm.collective_rpc(wrong)
     for timeout in (0, -1, float("nan"), float("inf"), "5"):
         with pytest.raises(ValueError, match="timeout should be seconds above 0"):
-            llm.collective_rpc("where", timeout=timeout)  # type: ignore[arg-type]  # that is the case
+            llm.collective_rpc("where", timeout=timeout)
     assert tokens(llm) == before
 
 

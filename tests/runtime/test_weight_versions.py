@@ -8,23 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
 
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama", vocab_size=60, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("checkpoint")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapped"])
@@ -59,7 +47,7 @@ def test_tokens_have_the_version_of_their_weights(folder: Path, llm: LLM) -> Non
     with pytest.raises(ValueError, match="unknown"):
         llm.update_weights({"unknown": torch.ones(1)}, weight_version="never")
     with pytest.raises(ValueError, match="weight_version should be text or None, got 5"):
-        llm.update_weights({}, weight_version=5)  # type: ignore[arg-type]  # that is the case
+        llm.update_weights({}, weight_version=5)
     assert llm.weight_version == "step-2+1"
     llm.update_weights({"model.norm.weight": torch.ones(16)})
     assert llm.weight_version == "step-2+2"

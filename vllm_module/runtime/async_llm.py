@@ -235,17 +235,20 @@ class AsyncLLM:
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Free memory, as :meth:`~vllm_module.LLM.sleep`, once requests have ended as by ``mode``.
 
-        It is ``"abort"`` or ``"wait"``: requests that were kept would need the KV cache.
+        It is ``"abort"`` or ``"wait"``: requests that were kept would need the KV cache. An engine
+        that was paused before stays paused.
         """
         if mode == "keep":
             raise ValueError(
                 "a sleeping engine keeps no requests: mode should be 'abort' or 'wait'"
             )
+        was_paused = self.is_paused
         await self.pause(mode, clear_cache=False)
         try:
             await self.call(lambda llm: llm.sleep(level))
         finally:
-            await self.resume()
+            if not was_paused:
+                await self.resume()
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Wake up, as :meth:`~vllm_module.LLM.wake_up`."""

@@ -254,7 +254,10 @@ class WeightMethods:
         did not answer.
 
         """
-        check_type("method", method, "the name of a method or a function", str, Callable)  # type: ignore[arg-type]  # isinstance takes it
+        if not isinstance(method, str) and not callable(method):
+            raise ValueError(
+                f"method should be the name of a method or a function, got {shorten(method)}"
+            )
         check_type("timeout", timeout, "seconds above 0 or None", int, float, type(None))
         if timeout is not None and not 0 < timeout < float("inf"):
             raise ValueError(f"timeout should be seconds above 0 or None, got {timeout}")
