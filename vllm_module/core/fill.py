@@ -58,6 +58,16 @@ class Fill(NamedTuple):
             return [(piece.source, piece.destination) for piece in self.pieces()]
         return conversion.jobs(self.location.node.module, self.weight, self.slot)
 
+    def is_held(self) -> bool:
+        """Tell whether this rank's part of the tensor has the checkpoint's bits already.
+
+        They are read in pieces. False for what is converted.
+        """
+        if self.location.conversion is not None:
+            return False
+        dtype = self.location.tensor.dtype
+        return all(_same_bits(_in_order(each), each.target, dtype) for each in self.pieces())
+
     def check_tied(self, unread: Iterable[Fill]) -> None:
         """Raise ``DuplicateWeightError`` where another name gives the tied tensor other bits.
 

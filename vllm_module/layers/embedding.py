@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.layers.linear import LinearBase
+from vllm_module.layers.lora import LayerAdapters
 from vllm_module.parameters import Dim, ModelWeightParameter
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
@@ -24,7 +25,12 @@ class VocabParallelEmbedding(vLLMModule):
         params_dtype: of the weight; torch's default dtype unless given.
         padding_size: rows of zeros pad the table to a multiple of this and of the number of ranks.
 
+    Attributes:
+        adapters: what LoRA adapters add to the rows; ``None`` while none adapts the layer.
+
     """
+
+    adapters: LayerAdapters | None = None
 
     def __init__(
         self,
@@ -50,7 +56,9 @@ class VocabParallelEmbedding(vLLMModule):
         Raises ``IndexError`` for ids outside the vocabulary (on a CUDA device, a device assertion).
         """
         if self.tp_group.size == 1:
-            return F.embedding(input_ids, self.weight[: self.num_embeddings])
+            rows = F.embedding(input_ids, self.weight[: self.num_embeddings])
+            adapters = self.adapters
+            return rows if adapters is None else adapters.add_embedded(input_ids, None, rows)
         (shard,) = self.weight.shards[0]
         local = input_ids - shard.start
         elsewhere = (local < 0) | (local >= shard.length)
@@ -58,8 +66,11 @@ class VocabParallelEmbedding(vLLMModule):
         if self.tp_group.rank == 0:  # does not mask ids outside the vocabulary, so that they raise
             elsewhere &= (input_ids >= 0) & (input_ids < self.num_embeddings)
             weight = weight[: shard.length]
-        rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
-        return self.tp_group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+        local = local.masked_fill(elsewhere, 0)
+        rows = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.adapters is not None:
+            rows = self.adapters.add_embedded(local, elsewhere, rows)
+        return self.tp_group.all_reduce(rows)
 
 
 class ParallelLMHead(LinearBase):
@@ -110,7 +121,7 @@ class ParallelLMHead(LinearBase):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map ``hidden [..., embedding_dim]`` to logits ``[..., num_embeddings]`` on every rank."""
-        logits = self.quant_method.apply(self, hidden, self.bias)
+        logits = self._multiply(hidden, self.bias)
         if self.tp_group.size > 1:
             logits = self.tp_group.all_gather(logits)
         return logits[..., : self.num_embeddings]

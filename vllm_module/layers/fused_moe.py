@@ -30,6 +30,7 @@ from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 from vllm_module.kernels.experts.topk_routing import topk_routing
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.layers.activation import get_act_and_mul
+from vllm_module.layers.lora import LayerAdapters
 from vllm_module.parameters import (
     ColumnvLLMParameter,
     Dim,
@@ -54,7 +55,12 @@ class Router(vLLMModule):
             chosen by (DeepSeek-V3); pass the parameter to :class:`FusedMoE`.
         params_dtype: of weight and bias; torch's default dtype unless given.
 
+    Attributes:
+        adapters: what LoRA adapters add to the logits; ``None`` while none adapts the layer.
+
     """
+
+    adapters: LayerAdapters | None = None
 
     def __init__(
         self,
@@ -80,7 +86,9 @@ class Router(vLLMModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``x [..., hidden]`` to logits ``[..., experts]``, in the dtype of the weight."""
-        return linear(x.to(self.weight.dtype), self.weight, self.bias)
+        x = x.to(self.weight.dtype)
+        y = linear(x, self.weight, self.bias)
+        return y if self.adapters is None else self.adapters.add(x, y)
 
 
 class ExpertsLinear(QuantizableLayer):
@@ -95,7 +103,12 @@ class ExpertsLinear(QuantizableLayer):
         params_dtype: of weight and bias.
         transposed: a checkpoint stores the weights as ``[input, output]``.
 
+    Attributes:
+        adapters: what LoRA adapters add to the products; ``None`` while none adapts the layer.
+
     """
+
+    adapters: LayerAdapters | None = None
 
     def __init__(
         self,
@@ -137,15 +150,22 @@ class ExpertsLinear(QuantizableLayer):
         offsets: torch.Tensor,
         rows: torch.Tensor | None = None,
         top_k: int = 1,
+        *,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply rows, sorted by expert, by the weights of their experts.
 
         See :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`. If the input is cut
-        over ranks, this rank's product is a part of the sum.
+        over ranks, this rank's product is a part of the sum. ``tokens`` has the token of each row,
+        which adapters need.
         """
         summed = any(slot.parts > 1 for slot in self.input.slots)
         bias = None if summed and self.tp_group.rank else self.bias  # so that the sum has it once
-        return self.quant_method.apply_experts(self, ExpertRows(x, offsets, bias, rows, top_k))
+        y = self.quant_method.apply_experts(self, ExpertRows(x, offsets, bias, rows, top_k))
+        if self.adapters is None:
+            return y
+        sources = None if rows is None else rows // top_k
+        return self.adapters.add_experts(x, sources, tokens, offsets, y)
 
     def extra_repr(self) -> str:
         assert self.experts is not None
@@ -339,8 +359,10 @@ class FusedMoE(vLLMModule):
             hidden, weights = hidden * weights.to(hidden.dtype), torch.ones_like(weights)
         kept = self.experts.kept
         order, offsets = sort_by_expert(experts, kept.start, len(kept))
-        y = self.act_fn(self.w13(hidden, offsets, order, self.top_k))
-        return combine_experts(self.w2(y, offsets), order, offsets, weights)
+        adapted = self.w13.adapters is not None or self.w2.adapters is not None
+        tokens = order // self.top_k if adapted else None
+        y = self.act_fn(self.w13(hidden, offsets, order, self.top_k, tokens=tokens))
+        return combine_experts(self.w2(y, offsets, tokens=tokens), order, offsets, weights)
 
     def _with_tokens_of_all_ranks(
         self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor

@@ -18,6 +18,7 @@ from torch import nn
 
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError
+from vllm_module.layers.lora import LayerAdapters
 from vllm_module.parameters import ColumnvLLMParameter, Dim, Slot
 from vllm_module.quantization import EightBitMethod, QuantizableLayer
 from vllm_module.quantization.rows import QuantizedRows, RowScheme
@@ -33,7 +34,12 @@ class LinearBase(QuantizableLayer):
             in a fused kernel.
         params_dtype: of weight and bias; torch's default dtype unless given.
 
+    Attributes:
+        adapters: what LoRA adapters add to the product; ``None`` while none adapts the layer.
+
     """
+
+    adapters: LayerAdapters | None = None
 
     def __init__(
         self,
@@ -54,6 +60,8 @@ class LinearBase(QuantizableLayer):
     def row_scheme(self) -> RowScheme | None:
         """Return how the product quantizes the rows that ``forward`` is given, if it does."""
         method = self.quant_method
+        if self.adapters is not None:  # which are given the rows as they are
+            return None
         return method.row_scheme(self) if isinstance(method, EightBitMethod) else None
 
     def _multiply(self, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
@@ -62,7 +70,8 @@ class LinearBase(QuantizableLayer):
         if isinstance(x, QuantizedRows):
             assert isinstance(method, EightBitMethod)
             return method.apply_rows(self, x, bias)
-        return method.apply(self, x, bias)
+        y = method.apply(self, x, bias)
+        return y if self.adapters is None else self.adapters.add(x, y)
 
     def extra_repr(self) -> str:
         group = self.tp_group

@@ -7,7 +7,7 @@ compute keys and values.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -21,7 +21,42 @@ from vllm_module.kernels.attention.rotate_and_cache_mla import rotate_and_cache_
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.layers.deferred import Normed, Rotated, Rotation, computed, unrotated
 from vllm_module.layers.linear import ColumnParallelLinear
+from vllm_module.layers.lora import LayerAdapters
 from vllm_module.quantization import QuantizableKVCache
+
+
+class AdaptedHeads(NamedTuple):
+    """A weight of heads, with what adapters add to it.
+
+    Attributes:
+        weight: ``[num_heads, input, output]``.
+        adapters: of the projection that the weight is a part of.
+        features: those of a head, in the projection's output, that the weight is for.
+        gives_features: the product has these features, and x has latents; else the other way.
+
+    """
+
+    weight: torch.Tensor
+    adapters: LayerAdapters
+    features: slice
+    gives_features: bool
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply ``x [num_heads, tokens, input]``; return ``[num_heads, tokens, output]``."""
+        y = torch.bmm(x, self.weight)
+        self.adapters.rows.check(x.shape[1])
+        for _, (a, b, parts), rows in self.adapters.present():
+            (part,) = parts
+            of_heads = b.view(len(x), -1, b.shape[1])[:, self.features, : part.rank.stop]
+            if self.gives_features:
+                added = (x[:, rows] @ a.t()) @ of_heads.transpose(1, 2)
+            else:
+                added = (x[:, rows] @ of_heads) @ a
+            y[:, rows] += added * part.scale
+        return y
+
+
+HeadWeight: TypeAlias = torch.Tensor | AdaptedHeads
 
 
 class _OfHeads(ColumnParallelLinear):
@@ -72,12 +107,19 @@ class _OfHeads(ColumnParallelLinear):
             with torch.no_grad():
                 self.process_weights_after_loading()
 
-    def absorbed(self) -> tuple[torch.Tensor, ...]:
-        """Return what is computed, or where a weight is trained, all of it as functions of that."""
+    def absorbed(self) -> tuple[HeadWeight, ...]:
+        """Return what is computed, or where a weight is trained, all of it as functions of that.
+
+        In a step with adapters, it is given with what they add.
+        """
         # Without autograd too: an optimizer may have written to the weight.
         if any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
             return self._parts()
-        return tuple(self.get_buffer(name) for name in self._computed)
+        parts = tuple(self.get_buffer(name) for name in self._computed)
+        if self.adapters is None or not self.adapters.rows.groups:
+            return parts
+        ranges = zip(parts, self._ranges(), strict=True)
+        return tuple(AdaptedHeads(part, self.adapters, *each) for part, each in ranges)
 
     def _of_heads(self) -> torch.Tensor:
         """Return the weight, ``[num_heads, features, latent]``."""
@@ -85,6 +127,13 @@ class _OfHeads(ColumnParallelLinear):
         return weight.view(self.num_heads, -1, weight.shape[1])
 
     def _parts(self) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+    def _ranges(self) -> tuple[tuple[slice, bool], ...]:
+        """Return for each part its features of a head, and whether they are those of its product.
+
+        Else they are those of what is multiplied.
+        """
         raise NotImplementedError
 
 
@@ -131,6 +180,10 @@ class MLAUpProjection(_OfHeads):
         weight, nope = self._of_heads(), self.qk_nope_head_dim
         return weight[:, :nope], weight[:, nope:].transpose(1, 2)
 
+    def _ranges(self) -> tuple[tuple[slice, bool], ...]:
+        nope = self.qk_nope_head_dim
+        return (slice(0, nope), False), (slice(nope, None), True)
+
 
 class MLAHeadProjection(_OfHeads):
     """``k_b_proj`` or ``v_b_proj``: keys or values of the heads, where a checkpoint has them apart.
@@ -170,6 +223,9 @@ class MLAHeadProjection(_OfHeads):
     def _parts(self) -> tuple[torch.Tensor, ...]:
         weight = self._of_heads()
         return (weight.transpose(1, 2) if self._transposed_product else weight,)
+
+    def _ranges(self) -> tuple[tuple[slice, bool], ...]:
+        return ((slice(None), self._transposed_product),)
 
 
 def add_up_projections(
@@ -238,8 +294,8 @@ class MLAAttention(QuantizableKVCache):
         q_pe: torch.Tensor | Rotated,
         kv_c: torch.Tensor | Normed,
         k_pe: torch.Tensor | Rotated,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
+        w_uk: HeadWeight,
+        w_uv: HeadWeight,
         metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
         """Return the attention output, ``[tokens, num_heads * v]``.
@@ -259,12 +315,15 @@ class MLAAttention(QuantizableKVCache):
         """
         q_pe, k_pe, rotate = unrotated(q_pe, k_pe)
         if rotate is not None:
-            if metadata is not None and isinstance(kv_c, Normed) and _fuses(q_pe, kv_c):
+            plain = isinstance(w_uk, torch.Tensor) and isinstance(w_uv, torch.Tensor)
+            if metadata is not None and isinstance(kv_c, Normed) and plain and _fuses(q_pe, kv_c):
+                assert isinstance(w_uk, torch.Tensor)
+                assert isinstance(w_uv, torch.Tensor)
                 given = q_nope, q_pe, kv_c, k_pe.squeeze(1), w_uk, w_uv
                 return self._in_fewest_launches(*given, metadata, rotate)
             q_pe, k_pe = rotate(q_pe, k_pe)
         kv_c, k_pe = computed(kv_c), k_pe.squeeze(1)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        absorbed = _bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         query = torch.cat((absorbed, q_pe), -1)
         if metadata is None:
             keys = torch.cat((kv_c, k_pe), -1).unsqueeze(0)
@@ -276,7 +335,7 @@ class MLAAttention(QuantizableKVCache):
             if torch.compiler.is_compiling():  # see Attention.forward
                 attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
             output = attend(self._attend_to_cache, query, kv_c, k_pe).transpose(0, 1)
-        return torch.bmm(output, w_uv).transpose(0, 1).flatten(1)
+        return _bmm(output, w_uv).transpose(0, 1).flatten(1)
 
     def _in_fewest_launches(
         self,
@@ -346,6 +405,10 @@ class MLAAttention(QuantizableKVCache):
             self.scale,
             self.k_scale,
         )
+
+
+def _bmm(x: torch.Tensor, weight: HeadWeight) -> torch.Tensor:
+    return torch.bmm(x, weight) if isinstance(weight, torch.Tensor) else weight.multiply(x)
 
 
 def _fuses(query: torch.Tensor, latents: Normed) -> bool:

@@ -21,6 +21,7 @@ from vllm_module.parameters.dim import Dim, Experts, Shard, Slot
 from vllm_module.parameters.flattened import FlattenedParameter, PerTensorTableParameter
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
 from vllm_module.parameters.per_slot import PerSlotVectorParameter
+from vllm_module.parameters.ranked import RankedColumnParameter
 from vllm_module.parameters.stored_order import Reordered, StoredOrder
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "PerTensorScaleParameter",
     "PerTensorTableParameter",
     "Piece",
+    "RankedColumnParameter",
     "Reordered",
     "RowvLLMParameter",
     "Shard",

@@ -1,0 +1,166 @@
+"""Adapters of many families compute what PEFT computes, on any ranks, in any batch."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from vllm_module.adapters import attach, detach, open_adapter
+from vllm_module.distributed import run_ranks
+from vllm_module.layers.lora import AdapterRows
+
+CPU = torch.device("cpu")
+SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
+ALL, FAMILIES, Tuned = SUPPORT["ALL"], SUPPORT["FAMILIES"], SUPPORT["Tuned"]
+adapt, load_base, load_adapter = SUPPORT["adapt"], SUPPORT["load_base"], SUPPORT["load_adapter"]
+logits_of = SUPPORT["logits_of"]
+
+
+def assert_as_peft(tuned: Any, ranks: int, **settings: Any) -> None:
+    """Compare logits with and without the adapter, and the base's after it is gone."""
+
+    def rank(_: int) -> tuple[torch.Tensor, ...]:
+        base, rows = load_base(tuned.base, **settings), AdapterRows()
+        before = logits_of(base, tuned.ids)
+        adapter = load_adapter(base, tuned.adapter)
+        attach(adapter, 5, rows)
+        rows.set([5], [len(tuned.ids)], CPU)
+        with_it = logits_of(base, tuned.ids)
+        rows.set([-1], [len(tuned.ids)], CPU)
+        without = logits_of(base, tuned.ids)
+        detach(adapter, 5)
+        return before, with_it, without, logits_of(base, tuned.ids)
+
+    assert not torch.allclose(tuned.logits, tuned.base_logits, rtol=0, atol=1e-2)
+    for before, with_it, without, after in run_ranks(ranks, rank):
+        torch.testing.assert_close(before, tuned.base_logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(with_it, tuned.logits, rtol=0, atol=1e-5)
+        assert torch.equal(without, before)
+        assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(tuned: Callable[[str], Any], family: str, ranks: int) -> None:
+    assert_as_peft(tuned(family), ranks)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_more_ranks_than_key_value_heads(tuned: Callable[[str], Any], family: str) -> None:
+    assert_as_peft(tuned(family), 4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_expert_parallel(tuned: Callable[[str], Any], family: str) -> None:
+    assert_as_peft(tuned(family), 2, enable_expert_parallel=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_one_by_one(tuned: Callable[[str], Any], tmp_path: Path, ranks: int) -> None:
+    """A and B of each expert by its own, as files of before transformers 5 have them, are the same.
+
+    The file of one tensor for all experts is written again so; what PEFT computes of it stays.
+    """
+    packed = tuned("mixtral")
+    stored = load_file(packed.adapter / "adapter_model.safetensors")
+    single, experts = {}, 4
+    for name, tensor in stored.items():
+        head, inner, rest = name.partition(".mlp.experts.")
+        if not inner:
+            single[name] = tensor
+            continue
+        of_gate_up = rest.startswith("base_layer.")
+        is_a = rest.endswith("A.weight")
+        each = tensor.view(experts, -1, tensor.shape[1]) if is_a else (
+            tensor.view(len(tensor), -1, experts).permute(2, 0, 1)
+        )  # fmt: skip
+        for number in range(experts):
+            for at, part in enumerate(("w1", "w3") if of_gate_up else ("w2",)):
+                # Gate and up have the A of both; B has the rows of gate, and then those of up.
+                rows = each[number] if is_a or not of_gate_up else each[number].chunk(2)[at]
+                path = f"{head}.block_sparse_moe.experts.{number}.{part}"
+                single[f"{path}.lora_{'A' if is_a else 'B'}.weight"] = rows.clone()
+    config = json.loads((packed.adapter / "adapter_config.json").read_text())
+    config |= {"target_parameters": None, "target_modules": ["q_proj", "v_proj", "w1", "w2", "w3"]}
+    config |= {"rank_pattern": {"w1": 8, "w3": 8}, "alpha_pattern": {"w1": 16, "w3": 16}}
+    save_file(single, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    again = Tuned(packed.base, tmp_path, packed.ids, packed.base_logits, packed.logits)
+    assert_as_peft(again, ranks)
+
+
+def test_sixteen_adapters_in_one_batch(tuned: Callable[[str], Any], tmp_path: Path) -> None:
+    """Rows of adapters of ranks 1 to 64, and of the base among them, are those of each alone."""
+    folder = tuned("llama").base
+    base, rows = load_base(folder), AdapterRows()
+    ids = torch.arange(1, 52)
+    before = logits_of(base, ids)
+    expected = {-1: before}
+    generator = torch.Generator().manual_seed(0)
+    for number in range(16):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        path = tmp_path / str(number)
+        rank = [1, 2, 3, 8, 16, 24, 48, 64][number % 8]
+        names = [["q_proj", "v_proj"], ["gate_proj"], ["o_proj", "k_proj", "down_proj"]][number % 3]
+        peft_model = adapt(model, path, number, r=rank, target_modules=names)
+        attach(load_adapter(base, path), number, rows)
+        rows.set([number], [len(ids)], CPU)
+        expected[number] = logits_of(base, ids)
+        if number < 3:
+            with torch.no_grad():
+                want = peft_model(ids[None]).logits[0]
+            torch.testing.assert_close(expected[number], want, rtol=0, atol=1e-5)
+    # Each layer sees all rows, so a whole model cannot mix them: its layers are compared.
+    q = base.model.layers[0].self_attn.qkv_proj
+    x = torch.randn(len(ids), 32, generator=generator)
+    whose = torch.randint(-1, 16, (len(ids),), generator=generator).tolist()
+    rows.set(whose, [1] * len(ids), CPU)
+    mixed = q(x)
+    for number in {*whose}:
+        rows.set([number], [len(ids)], CPU)
+        alone = q(x)
+        mine = [row for row, each in enumerate(whose) if each == number]
+        if number < 0:
+            assert torch.equal(mixed[mine], alone[mine])
+        torch.testing.assert_close(mixed[mine], alone[mine], rtol=0, atol=1e-5)
+
+
+def test_an_update_is_in_place(tuned: Callable[[str], Any], tmp_path: Path) -> None:
+    """New A and B go into the memory of the old ones."""
+    one = tuned("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(one.base, dtype=torch.float32)
+    other = adapt(model, tmp_path, 7, **FAMILIES["qwen3"][1])
+    with torch.no_grad():
+        want = other(one.ids[None]).logits[0]
+    base, rows = load_base(one.base), AdapterRows()
+    adapter = load_adapter(base, one.adapter)
+    attach(adapter, 0, rows)
+    memory = {path: each.data_ptr() for path, each in adapter.named_parameters()}
+    with open_adapter(tmp_path) as (_, weights):
+        adapter.update_weights(weights)
+    assert {path: each.data_ptr() for path, each in adapter.named_parameters()} == memory
+    rows.set([0], [len(one.ids)], CPU)
+    torch.testing.assert_close(logits_of(base, one.ids), want, rtol=0, atol=1e-5)
+
+
+def test_bfloat16(tuned: Callable[[str], Any], tmp_path: Path) -> None:
+    """In 16 bits, the error beside PEFT's float32 is as large as that of PEFT in 16 bits."""
+    one = tuned("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(one.base, dtype=torch.bfloat16)
+    theirs = adapt(model, tmp_path, **ALL)
+    base = load_base(one.base, dtype="bfloat16")
+    rows = AdapterRows()
+    attach(load_adapter(base, tmp_path), 0, rows)
+    rows.set([0], [len(one.ids)], CPU)
+    got = logits_of(base, one.ids).float()
+    with torch.no_grad():
+        want = theirs(one.ids[None]).logits[0].float()
+    torch.testing.assert_close(got, want, rtol=0, atol=0.05)

@@ -1,0 +1,273 @@
+"""What is wrong with an adapter is said by name, and nothing of it is used: none is silent."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vllm_module.adapters import adapter_config
+from vllm_module.errors import (
+    CheckpointFormatError,
+    UnsupportedModelError,
+    WeightLoadError,
+)
+
+SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
+load_base, load_adapter = SUPPORT["load_base"], SUPPORT["load_adapter"]
+Tensors = dict[str, torch.Tensor]
+PREFIX = "base_model.model.model.layers."
+
+
+def changed(
+    tuned: Any, folder: Path, change: Callable[[Tensors], Any] | None = None, **entries: Any
+) -> Path:
+    """Write the adapter again, with other tensors or settings."""
+    tensors = load_file(tuned.adapter / "adapter_model.safetensors")
+    if change is not None:
+        change(tensors)
+    config = json.loads((tuned.adapter / "adapter_config.json").read_text()) | entries
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rename(old: str, new: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        renamed = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+
+    return change
+
+
+def without(part: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    return change
+
+
+def edited(part: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if part in name]:
+            tensors[name] = edit(tensors[name]).contiguous()
+
+    return change
+
+
+def with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[3] = float("nan")
+    return tensor
+
+
+Q = "1.self_attn.q_proj"
+# Family, change of the tensors, and what the error names. The numbers are of reports to vLLM and
+# SGLang, where such an adapter was loaded and did nothing, or something else.
+CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
+    "another prefix (vllm 34186)": (
+        "qwen3",
+        rename("model.model.", "model.lm."),
+        "has no 'base_model'",
+    ),
+    "inside a language model (vllm 48019, 41754)": (
+        "qwen3",
+        rename("model.model.", "model.model.language_model."),
+        "has no 'language_model'",
+    ),
+    "names that nothing has (vllm 55193)": (
+        "qwen3",
+        rename("q_proj", "qq_proj"),
+        "has no 'qq_proj'",
+    ),
+    "a layer too many": ("qwen3", rename("layers.1.", "layers.7."), "has no such number"),
+    "A without B (sglang 27381)": ("qwen3", without(f"{Q}.lora_B"), r"q_proj\.lora_B: expected"),
+    "B without A": ("qwen3", without(f"{Q}.lora_A"), r"q_proj\.lora_A: expected"),
+    "a target without weights": ("qwen3", without(Q), r"q_proj\.lora_"),
+    "experts without B (sglang 32376)": (
+        "mixtral",
+        without("1.mlp.experts.lora_B"),
+        r"down_proj\.lora_B: expected",
+    ),
+    "experts transposed (vllm 52194, 52198)": (
+        "gpt_oss",
+        edited("experts.lora_A", torch.t),
+        r"down_proj\.lora_A: expected",
+    ),
+    "A and B swapped": (
+        "qwen3",
+        lambda tensors: (
+            rename("lora_A", "x")(tensors),
+            rename("lora_B", "lora_A")(tensors),
+            rename(".x.", ".lora_B.")(tensors),
+        ),
+        "expected shape",
+    ),
+    "a part of the rank (sglang 21864)": ("qwen3", edited(Q, lambda t: t[:2]), "expected shape"),
+    "another rank": ("qwen3", edited("lora_A", lambda t: t[:3]), "expected shape"),
+    "a model of another size": (
+        "qwen3",
+        edited("q_proj.lora_A", lambda t: torch.cat([t, t], 1)),
+        "expected shape",
+    ),
+    "NaN": ("qwen3", edited(f"{Q}.lora_B", with_nan), r"1\.self_attn\.q_proj\.lora_B .*NaN"),
+    "DoRA's vectors": (
+        "qwen3",
+        lambda tensors: tensors.update({f"{PREFIX}{Q}.lora_magnitude_vector": torch.ones(32)}),
+        "lora_magnitude_vector",
+    ),
+    "a bias": (
+        "qwen3",
+        lambda tensors: tensors.update({f"{PREFIX}{Q}.bias": torch.ones(32)}),
+        "bias",
+    ),
+    "the embedding of another base": (
+        "llama",
+        edited("embed_tokens.base_layer", lambda t: t + 1),
+        "embed_tokens.weight.*another one than the base model's",
+    ),
+    "nothing": ("qwen3", without(""), "lora_"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(tuned: Callable[[str], Any], tmp_path: Path, case: str) -> None:
+    family, change, named = CASES[case]
+    one = tuned(family)
+    base = load_base(one.base)
+    with pytest.raises(WeightLoadError, match=f"(?s){named}"):
+        load_adapter(base, changed(one, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "family"),
+    [("", "qwen3"), ("base_model.model.", "qwen3"), ("base_model.model.", "gpt2")],
+)
+def test_the_prefix_of_peft_may_be_missing(
+    tuned: Callable[[str], Any], tmp_path: Path, prefix: str, family: str
+) -> None:
+    one = tuned(family)
+    base = load_base(one.base)
+    adapter = load_adapter(base, changed(one, tmp_path, rename("base_model.model.", prefix)))
+    assert any(adapter.layers())
+
+
+def test_a_layer_of_another_kind_is_named(tuned: Callable[[str], Any], tmp_path: Path) -> None:
+    one = tuned("qwen3")
+
+    def change(tensors: Tensors) -> None:
+        for part, shape in (("A", (4, 32)), ("B", (32, 4))):
+            name = f"base_model.model.model.norm.lora_{part}.weight"
+            tensors[name] = torch.ones(shape)
+
+    with pytest.raises(WeightLoadError, match=r"norm\.lora_A: RMSNorm is no layer that an adapter"):
+        load_adapter(load_base(one.base), changed(one, tmp_path, change))
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rank 0": ({"r": 0}, CheckpointFormatError, "r should be greater than 0"),
+    "a rank in words": ({"r": "8"}, CheckpointFormatError, "r should be"),
+    "True is no rank": ({"r": True}, CheckpointFormatError, "r should be"),
+    "a huge rank": ({"r": 2**31}, CheckpointFormatError, "r should be"),
+    "alpha in words": ({"lora_alpha": "16"}, CheckpointFormatError, "lora_alpha should be"),
+    "alpha NaN": ({"lora_alpha": float("nan")}, CheckpointFormatError, "lora_alpha should be"),
+    "alpha of a pattern": (
+        {"alpha_pattern": {"q_proj": "x"}},
+        CheckpointFormatError,
+        "alpha_pattern should be",
+    ),
+    "no rank": ({"r": None}, CheckpointFormatError, "r should be"),
+    "a pattern that explodes": (
+        {"target_modules": "(a+)+$"},
+        CheckpointFormatError,
+        "that ends soon",
+    ),
+    "a pattern of repeats": (
+        {"target_modules": ".*" * 20},
+        CheckpointFormatError,
+        "that ends soon",
+    ),
+    "no pattern": ({"target_modules": "("}, CheckpointFormatError, "regular expression"),
+    "numbers for names": ({"target_modules": [1]}, CheckpointFormatError, "target_modules"),
+    "DoRA": ({"use_dora": True}, UnsupportedModelError, "use_dora is True"),
+    "biases": ({"bias": "all"}, UnsupportedModelError, "bias is 'all'"),
+    "whole modules": (
+        {"modules_to_save": ["norm"]},
+        UnsupportedModelError,
+        r"modules_to_save is \['norm'\]",
+    ),
+    "rows of the embedding": (
+        {"trainable_token_indices": [1]},
+        UnsupportedModelError,
+        "trainable_token_indices",
+    ),
+    "layers used twice": (
+        {"layer_replication": [[0, 1]]},
+        UnsupportedModelError,
+        "layer_replication",
+    ),
+    "another kind": ({"peft_type": "IA3"}, UnsupportedModelError, "peft_type is 'IA3'"),
+    "what a later PEFT may have": ({"use_other": 1}, UnsupportedModelError, "use_other is 1"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_are_refused(case: str) -> None:
+    entries, kind, named = SETTINGS[case]
+    with pytest.raises(kind, match=named) as refused:
+        adapter_config({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | entries, "file")
+    assert isinstance(refused.value, WeightLoadError)
+
+
+def test_ten_thousand_targets() -> None:
+    """They take no time for each module."""
+    names = [f"module_{number}" for number in range(10_000)]
+    config = adapter_config({"r": 4, "lora_alpha": 8, "target_modules": names}, "file")
+    assert config.targets("model.layers.1.module_77")
+    assert not any(config.targets(f"model.layers.{n}.q_proj") for n in range(10_000))
+
+
+def test_files_that_are_missing(tuned: Callable[[str], Any], tmp_path: Path) -> None:
+    base = load_base(tuned("qwen3").base)
+    with pytest.raises(CheckpointFormatError, match=r"adapter_config\.json"):
+        load_adapter(base, tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    with pytest.raises(CheckpointFormatError, match=r"no adapter_model\.safetensors or"):
+        load_adapter(base, tmp_path)
+
+
+def test_a_pickle_that_runs_code(tuned: Callable[[str], Any], tmp_path: Path) -> None:
+    one = tuned("qwen3")
+    changed(one, tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    seen = tmp_path / "seen"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (seen,)
+
+    torch.save({"a": Evil()}, tmp_path / "adapter_model.bin")
+    with pytest.raises(WeightLoadError):
+        load_adapter(load_base(one.base), tmp_path)
+    assert not seen.exists()
+
+
+def test_a_bin_file(tuned: Callable[[str], Any], tmp_path: Path) -> None:
+    one = tuned("qwen3")
+    changed(one, tmp_path)
+    torch.save(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    base = load_base(one.base)
+    of_bin, of_safetensors = load_adapter(base, tmp_path), load_adapter(base, one.adapter)
+    state = of_safetensors.state_dict()
+    assert state.keys() == of_bin.state_dict().keys()
+    for name, tensor in of_bin.state_dict().items():
+        assert torch.equal(tensor, state[name])

@@ -1,0 +1,292 @@
+"""An adapter as a module tree: the base model's modules and names, with A and B on its layers.
+
+``lora_A`` of ``q_proj`` goes the way of its ``weight``: through the same declarations, to the slot
+of the same fused layer, cut by the same dimensions. So the laws of loading hold for adapters, and a
+model's file has no line for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from vllm_module.adapters.config import AdapterConfig
+from vllm_module.core.module import vLLMModule
+from vllm_module.core.report import Problem
+from vllm_module.core.tree import Node, Tree, loads_itself, locations, slots_of
+from vllm_module.errors import WeightLoadError, WeightReadError
+from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
+from vllm_module.layers.fused_moe import ExpertsLinear, Router
+from vllm_module.layers.linear import LinearBase
+from vllm_module.layers.lora import AdapterRows, LayerAdapters, LowRank, LowRankPart
+from vllm_module.parameters import (
+    BasevLLMParameter,
+    Common,
+    Dim,
+    Experts,
+    RankedColumnParameter,
+    Slot,
+)
+from vllm_module.weights import Weight
+
+Adaptable = LinearBase | ExpertsLinear | Router | VocabParallelEmbedding
+
+
+class AdapterModule(vLLMModule):
+    """The place of a module of the base model: its names, without its tensors."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        if loads_itself(base):
+            declared = cast(vLLMModule, base)
+            self.shard_names, self.weight_aliases = declared.shard_names, declared.weight_aliases
+
+
+class LoRALayer(AdapterModule):
+    """A and B of one layer, for this rank.
+
+    Args:
+        node: the layer's place in the base model.
+        config: the adapter's settings.
+        together: the adapter has one A and B for all experts and slots.
+
+    Attributes:
+        base: the layer; in a tuple, so that it is no child.
+        modules_of: by slot, the name that a checkpoint has for the module.
+        is_parameter: these are names of parameters, which have no module of their own.
+        absent: slots that the adapter has neither A nor B for.
+
+    """
+
+    def __init__(self, node: Node, config: AdapterConfig, *, together: bool) -> None:
+        base = cast(Adaptable, node.module)
+        super().__init__(base)
+        self.base = (base,)
+        self.absent: frozenset[str] = frozenset()
+        self._config = config
+        output, inputs, common = _dimensions(base, together=together)
+        location = node.location("weight")
+        names = {
+            slot: location.stored_name(slot).removesuffix(".weight")
+            for slot in _slots(output, common["experts"])
+        }
+        self.is_parameter = together
+        if together and isinstance(base, ExpertsLinear) and node.parent is not None:
+            names = {"": f"{node.parent.path}{base.packed}"}
+        self.modules_of = names
+        ranks = {slot: config.rank(name) for slot, name in names.items()}
+        most = max(ranks.values())
+        rank = Dim.whole(most)
+        if output.names:  # experts of a layer have the same ranks, or they are refused
+            of_slot = dict(zip(output.names, ranks.values(), strict=False))
+            rank = Dim(tuple(Slot(name, of_slot[name], 1, most) for name in output.names))
+        self.lora_A = BasevLLMParameter(rank, inputs, **common)
+        self.lora_B = RankedColumnParameter(output, most, ranks, **common)
+        if together and isinstance(base, ExpertsLinear):
+            self.shard_names = ()
+            self.stored_beside = {name: f"{base.packed}.{name}" for name in ("lora_A", "lora_B")}
+        self.load_state.device = base.load_state.device
+
+    def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
+        """Return zeros for a slot that the adapter does not adapt."""
+        if slot not in self.absent:
+            return None
+        parameter = cast(BasevLLMParameter, self.get_parameter(name))
+        return torch.zeros((), dtype=parameter.dtype).expand(parameter.checkpoint_shape(slot))
+
+    def low_rank(self) -> LowRank:
+        """Return what the layer computes with, without the slots that are absent."""
+        a, b = self.lora_A, self.lora_B
+        experts = a.experts is not None
+        ranks, outputs = a.shards[experts], b.shards[experts]
+        first = next(iter(self.modules_of))
+        parts = []
+        if len(ranks) == 1:  # one A for all of the layer's output
+            size, end = ranks[0].length, outputs[-1].offset + outputs[-1].padded
+            whole = slice(0, size), slice(0, end)
+            parts.append(LowRankPart(*whole, self._config.scale(self.modules_of[first], size)))
+        else:
+            present = set(self.modules_of) - self.absent
+            for rank, output in zip(ranks, outputs, strict=True):
+                slot = next((each for each in present if each.endswith(rank.name)), None)
+                if slot is None:
+                    continue
+                scale = self._config.scale(self.modules_of[slot], rank.length)
+                parts.append(
+                    LowRankPart(
+                        slice(rank.offset, rank.offset + rank.length),
+                        slice(output.offset, output.offset + output.padded),
+                        scale,
+                    )
+                )
+        return LowRank(a.data, b.data, tuple(parts))
+
+
+def _dimensions(base: Adaptable, *, together: bool) -> tuple[Dim, Dim, Common]:
+    """Return a layer's output and input, and the other arguments of its parameters."""
+    if isinstance(base, (LinearBase, ExpertsLinear)):
+        output, common = base.output, base.common(base.params_dtype)
+        if together and base.experts is not None:
+            common["experts"] = replace(base.experts, together=True)
+            output = replace(output, groups=output.groups or 1)
+        return output, base.input, common
+    weight = base.weight
+    common = Common(
+        experts=None, tp_rank=weight.tp_rank, tp_size=weight.tp_size, dtype=weight.dtype
+    )
+    first, second = weight.dims
+    # Of an embedding, features are the output, and A has a column for each token.
+    swapped = isinstance(base, VocabParallelEmbedding)
+    return (second, first, common) if swapped else (first, second, common)
+
+
+def _slots(output: Dim, experts: Experts | None) -> list[str]:
+    """Return the names of the slots of an adapter's parameters."""
+    names = list(output.names) or [""]
+    if experts is None or experts.together:
+        return names
+    return [f"{number}.{name}" for number in range(experts.count) for name in names]
+
+
+class Adapter(AdapterModule):
+    """A LoRA adapter of a base model, on this rank.
+
+    Args:
+        base: the model, built and on its device; nothing of it is changed or kept but its layers.
+        config: the adapter's settings.
+
+    Attributes:
+        base: the model; in a tuple, so that it is no child.
+        config: the same.
+
+    """
+
+    def __init__(self, base: vLLMModule, config: AdapterConfig) -> None:
+        super().__init__(base)
+        self.base = (base,)
+        self.config = config
+        packed = {each.rpartition(".")[2] for each in config.target_parameters or ()} - {"weight"}
+        made: dict[nn.Module, AdapterModule] = {base: self}
+        for node in Tree(base).nodes:
+            if node.parent is None:
+                continue
+            module = node.module
+            own: AdapterModule
+            if isinstance(module, Adaptable):
+                experts = getattr(module, "experts", None)
+                together = experts is not None and (bool(packed) or experts.together)
+                own = LoRALayer(node, config, together=together)
+            else:
+                own = AdapterModule(module)
+            made[module] = own
+        for module, own in made.items():
+            for name, child in module.named_children():
+                own.add_module(name, made[child])
+
+    def load(self, weights: Mapping[str, Weight]) -> None:
+        """Load A and B of all layers that the adapter has, by the names of their modules.
+
+        Raises ``WeightLoadError`` for a name without a place, a shape that does not fit, one of A
+        and B without the other, a module that the settings name without either, and for NaN.
+        """
+        weights = self._without_copies(weights)
+        self._place(weights)
+        self.load_weights(weights)
+        for location in locations(self):
+            for slot in slots_of(location.tensor):
+                if cast(BasevLLMParameter, location.tensor).region(slot).isnan().any():
+                    name = location.stored_name(slot)
+                    raise WeightReadError(f"{name} of the adapter has a NaN: save it again")
+
+    def _without_copies(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+        """Return A and B alone; what PEFT saves beside them must be what the base has."""
+        copies = {
+            name.replace(".base_layer.", "."): weight
+            for name, weight in weights.items()
+            if name.endswith(".base_layer.weight")
+        }
+        (base,) = self.base
+        for fill in base.plan_weights(copies).fills if copies else ():
+            if fill.name in copies and not fill.is_held():
+                raise WeightLoadError(
+                    f"{fill.name} is in the adapter, and is another one than the base model's: an "
+                    "adapter adds to the weights of its base, so load the base that it was made "
+                    "for, or merge the two with PEFT's merge_and_unload()"
+                )
+        return {
+            name: weight
+            for name, weight in weights.items()
+            if name.replace(".base_layer.", ".") not in copies or ".base_layer." not in name
+        }
+
+    def _place(self, weights: Mapping[str, Weight]) -> None:
+        """Keep A and B of the layers that ``weights`` have a tensor for, or that settings name."""
+        filled: dict[nn.Module, set[str]] = {}
+        plan = self.plan_weights(weights)
+        for fill in plan.fills:
+            filled.setdefault(fill.location.node.module, set()).update(fill.slots)
+        report = plan.report
+        report.missing.clear()
+        report.unexpected[:] = [self._explained(each) for each in report.unexpected]
+        report.raise_if_refused(f"An adapter of {type(self.base[0]).__name__}", touched=False)
+        for layer in self.layers():
+            present = filled.get(layer, set())
+            needed = {slot for slot, name in layer.modules_of.items() if self._targets(layer, name)}
+            layer.absent = frozenset(layer.modules_of) - present - needed
+            if not present and not needed:
+                layer._parameters.clear()
+        if not any(self.layers()):
+            raise WeightLoadError(
+                "the adapter has no A and B, and its target_modules are of no layer of "
+                f"{type(self.base[0]).__name__}"
+            )
+
+    def _explained(self, problem: Problem) -> Problem:
+        """Return the problem of a name without a place, as one of the base model's module."""
+        path, dot, attr = problem.name.rpartition(".")
+        for node in Tree(self.base[0]).nodes if attr in ("lora_A", "lora_B") else ():
+            if node.path == f"{path}{dot}" and not isinstance(node.module, Adaptable):
+                kind = type(node.module).__name__
+                detail = (
+                    f"{kind} is no layer that an adapter can add to: merge the adapter into its "
+                    "base model with PEFT's merge_and_unload()"
+                )
+                return problem._replace(detail=detail)
+        return problem
+
+    def _targets(self, layer: LoRALayer, name: str) -> bool:
+        (base,) = layer.base
+        if layer.is_parameter:
+            return self.config.targets_parameter(name)
+        if self.config.target_modules == "all-linear":
+            return isinstance(base, LinearBase) and not isinstance(base, ParallelLMHead)
+        return self.config.targets(name) or self.config.targets_parameter(f"{name}.weight")
+
+    def layers(self) -> Iterator[LoRALayer]:
+        """Yield the layers with A and B."""
+        for each in self.modules():
+            if isinstance(each, LoRALayer) and each._parameters:
+                yield each
+
+
+def attach(adapter: Adapter, number: int, rows: AdapterRows) -> None:
+    """Let the layers of the base add what ``adapter`` computes to the rows that ``rows`` names."""
+    for layer in adapter.layers():
+        (base,) = layer.base
+        if base.adapters is None:
+            base.adapters = LayerAdapters(rows)
+        base.adapters.weights[number] = layer.low_rank()
+
+
+def detach(adapter: Adapter, number: int) -> None:
+    """Undo :func:`attach`."""
+    for layer in adapter.layers():
+        (base,) = layer.base
+        if base.adapters is not None:
+            base.adapters.weights.pop(number, None)
+            if not base.adapters.weights:
+                base.adapters = None

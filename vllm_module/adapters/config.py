@@ -1,0 +1,201 @@
+"""``adapter_config.json`` of PEFT: which modules an adapter is for, with which rank and scale."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+from vllm_module.base.messages import printable, shorten
+from vllm_module.config import Settings
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.weights.strict_json import read_json
+
+CONFIG_FILE = "adapter_config.json"
+# Of a pattern; each repeat more multiplies the time of a mismatch.
+_MAX_LENGTH, _MAX_REPEATS = 10_000, 8
+
+
+def _checked_pattern(pattern: str) -> str:
+    """Return a regular expression whose matching ends soon; raise ``ValueError`` for others."""
+    if len(pattern) > _MAX_LENGTH:
+        raise ValueError(f"should have at most {_MAX_LENGTH} characters, got {len(pattern)}")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"should be a regular expression, got {shorten(pattern)}: {error}"
+        ) from None
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)  # without escapes and sets
+    repeats = len(re.findall(r"[*+]|\{\d*,\}", plain))
+    if repeats > _MAX_REPEATS or re.search(r"\)(?:[*+]|\{\d*,\}?)", plain):
+        raise ValueError(
+            f"should be a regular expression that ends soon, with at most {_MAX_REPEATS} of * and "
+            f"+, and none after a group, got {shorten(pattern)}"
+        )
+    return pattern
+
+
+_Pattern = Annotated[str, AfterValidator(_checked_pattern)]
+_Rank = Annotated[int, Field(gt=0, le=2**16, strict=True)]
+_Alpha = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+_Index = Annotated[int, Field(ge=0, strict=True)]
+_Names = Annotated[frozenset[str], Field(max_length=100_000)]
+
+
+class AdapterConfig(Settings):
+    """A LoRA adapter's settings, by PEFT's names.
+
+    Entries that change what an adapter computes, and that are not computed here, are refused by
+    name; so are entries that are unknown, unless they are null, false or empty.
+
+    Attributes:
+        r, lora_alpha: rank and numerator of the scale, where no pattern says otherwise.
+        rank_pattern, alpha_pattern: others, by a regular expression for the end of a module's name.
+        use_rslora: the scale is ``alpha / sqrt(rank)`` instead of ``alpha / rank``.
+        target_modules: ends of modules' names, or one regular expression for whole names, or
+            ``"all-linear"``.
+        exclude_modules: the same, for modules that are not adapted.
+        target_parameters: parameters, such as the weight of all experts, that are adapted as well.
+        layers_to_transform: numbers of the only layers that are adapted, if not all are.
+        layers_pattern: names before these numbers; by default the first number of a name counts.
+        fan_in_fan_out: the base stores its weights transposed; A and B are stored as ever.
+
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    peft_type: Literal["LORA"] = "LORA"
+    r: _Rank
+    lora_alpha: _Alpha
+    rank_pattern: dict[_Pattern, _Rank] = {}
+    alpha_pattern: dict[_Pattern, _Alpha] = {}
+    use_rslora: Annotated[bool, Field(strict=True)] = False
+    target_modules: _Names | _Pattern | None = None
+    exclude_modules: _Names | _Pattern | None = None
+    target_parameters: _Names | None = None
+    layers_to_transform: list[_Index] | _Index | None = None
+    layers_pattern: list[_Pattern] | _Pattern | None = None
+    fan_in_fan_out: Annotated[bool, Field(strict=True)] = False
+
+    def rank(self, module: str) -> int:
+        """Return the rank of the adapter of the module of this name."""
+        found: int = _of_pattern(self.rank_pattern, module, self.r)
+        return found
+
+    def scale(self, module: str, rank: int | None = None) -> float:
+        """Return the factor of B @ A, for the module of this name; ``rank`` is that of its A."""
+        alpha = _of_pattern(self.alpha_pattern, module, self.lora_alpha)
+        rank = self.rank(module) if rank is None else rank
+        return float(alpha / (math.sqrt(rank) if self.use_rslora else rank))
+
+    def targets_parameter(self, name: str) -> bool:
+        """Tell whether the parameter of this name is adapted by itself."""
+        return self._matches(self.target_parameters, name)
+
+    def targets(self, module: str) -> bool:
+        """Tell whether the module of this name is adapted, by PEFT's rules; not "all-linear"."""
+        modules = self.target_modules
+        if modules is None or self._matches(self.exclude_modules, module):
+            return False
+        chosen = isinstance(modules, str) or self._is_chosen_layer(module)
+        return chosen and self._matches(modules, module)
+
+    @staticmethod
+    def _matches(names: frozenset[str] | str | None, module: str) -> bool:
+        if not names:
+            return False
+        if isinstance(names, str):
+            return re.fullmatch(names, module) is not None
+        parts = module.split(".")
+        return any(".".join(parts[first:]) in names for first in range(len(parts)))
+
+    def _is_chosen_layer(self, module: str) -> bool:
+        chosen = self.layers_to_transform
+        if chosen is None or chosen == []:
+            return True
+        patterns = self.layers_pattern or r"[^.]*"
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            before = r".*?\." if pattern == r"[^.]*" else r"(?:^|.*?\.)"
+            found = re.match(rf"{before}{pattern}\.(\d+)\.", module)
+            if found is not None:
+                number = int(found.group(1))
+                return number in ([chosen] if isinstance(chosen, int) else chosen)
+        return False
+
+
+def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+# What only training reads, or what is written for people.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "inference_mode",
+        "init_lora_weights",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+        "monteclora_config",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+        "velora_config",
+    )
+)
+_ADVICE = {
+    "use_dora": "its weights are normalized by column",
+    "modules_to_save": "whole weights replace those of the base",
+    "trainable_token_indices": "rows of the embedding are replaced",
+    "layer_replication": "layers of the base are used several times",
+}
+
+
+def adapter_config(entries: Mapping[str, Any], where: str) -> AdapterConfig:
+    """Return the settings of an adapter, checked.
+
+    Raises ``UnsupportedModelError`` for a kind of adapter that is not computed here, and
+    ``CheckpointFormatError`` for entries of a wrong type or outside of their range.
+    """
+    kind = entries.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedModelError(
+            f"{where}: peft_type is {shorten(kind)}, and LORA is the only kind that is loaded: "
+            "merge the adapter into its base model with PEFT's merge_and_unload()"
+        )
+    for name, value in entries.items():
+        harmless = not value or name in AdapterConfig.model_fields or name in _WITHOUT_EFFECT
+        if harmless or (name, value) in (("bias", "none"), ("lora_bias", False)):
+            continue
+        why = f" ({_ADVICE[name]})" if name in _ADVICE else ""
+        raise UnsupportedModelError(
+            f"{where}: {printable(name)} is {shorten(value)}, which is not computed here{why}: "
+            "merge the adapter into its base model with PEFT's merge_and_unload()"
+        )
+    try:
+        return AdapterConfig(**entries)
+    except ValueError as error:
+        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
+        raise CheckpointFormatError(f"{where} is no configuration of LoRA:\n{lines}") from None
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Read and check a folder's ``adapter_config.json``."""
+    path = folder / CONFIG_FILE
+    return adapter_config(read_json(path, folder), printable(path))

@@ -1,0 +1,192 @@
+"""LoRA (arXiv:2106.09685): what adapters add to a product, each to the rows of its requests.
+
+An adapter adds ``scale * B (A x)`` to the product ``W x`` of a layer, with ``A [rank, input]`` cut
+like the layer's input and ``B [output, rank]`` cut like its output. So each rank adds what it has
+before partial products are summed, and no further exchange is needed. A fused layer has an A and a
+B for each slot.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+Rows: TypeAlias = slice | torch.Tensor
+
+
+class LowRankPart(NamedTuple):
+    """The A and B of one slot, as ranges of the tensors of all slots.
+
+    Attributes:
+        rank: rows of A.
+        output: rows of B, and features of the layer's product.
+        scale: factor of B A.
+
+    """
+
+    rank: slice
+    output: slice
+    scale: float
+
+
+class LowRank(NamedTuple):
+    """What one adapter adds to one layer of this rank.
+
+    Attributes:
+        a: ``[ranks, input]``, of all slots one after the other; of experts, ``[experts, …]``.
+        b: ``[output, rank]``, or ``[experts, output, rank]``.
+        parts: where each slot's are.
+
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    parts: tuple[LowRankPart, ...]
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, expert: int | None = None) -> None:
+        """Add to ``y [rows, output]``, in place, what the adapter computes of ``x [rows, input]``.
+
+        ``expert`` is the number of the rows' expert among this rank's.
+        """
+        a, b = (self.a, self.b) if expert is None else (self.a[expert], self.b[expert])
+        self._add_product(torch.mm(x, a.t()), b, y)
+
+    def add_columns(self, tokens: torch.Tensor, y: torch.Tensor) -> None:
+        """Add to ``y [rows, features]`` what an embedding's adapter has for ``tokens [rows]``."""
+        self._add_product(self.a.index_select(1, tokens).t(), self.b, y)
+
+    def _add_product(self, low: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
+        for rank, output, scale in self.parts:
+            size = rank.stop - rank.start
+            y[:, output].addmm_(low[:, rank], b[output, :size].t(), alpha=scale)
+
+
+class AdapterRows:
+    """Which rows of a step belong to the requests of which adapter.
+
+    Attributes:
+        groups: each adapter of the step, by its number, with its rows; none for the base model.
+
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[int, Rows]] = []
+        self._of_row: torch.Tensor | None = None
+        self._count = 0
+
+    def set(self, adapters: list[int], counts: list[int], device: torch.device) -> None:
+        """Set them for the rows of a step: for each sequence its adapter, or -1, and its rows."""
+        self.groups, self._of_row = [], None
+        if max(adapters, default=-1) < 0:
+            return
+        numbers = torch.tensor(adapters).repeat_interleave(torch.tensor(counts))
+        self._count, self._of_row = len(numbers), numbers.to(device)
+        for adapter in sorted({*adapters} - {-1}):
+            rows = (numbers == adapter).nonzero().view(-1)
+            first, end = int(rows[0]), int(rows[-1]) + 1
+            whole = end - first == len(rows)
+            self.groups.append((adapter, slice(first, end) if whole else rows.to(device)))
+
+    def of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the adapter, or -1, of each of these rows of the step."""
+        assert self._of_row is not None
+        return self._of_row[tokens]
+
+    def check(self, rows: int) -> None:
+        """Raise ``RuntimeError`` if a layer is not given a row for each token of the step."""
+        if rows != self._count:
+            raise RuntimeError(
+                f"a layer with an adapter is given {rows} rows in a step of {self._count} tokens: "
+                "adapters are for layers that compute a row for each token"
+            )
+
+
+class LayerAdapters:
+    """The adapters of one layer.
+
+    Attributes:
+        rows: of the step; all layers of a model share it.
+        weights: what each adapter adds, by its number; those that do not adapt the layer lack.
+
+    """
+
+    def __init__(self, rows: AdapterRows) -> None:
+        self.rows = rows
+        self.weights: dict[int, LowRank] = {}
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return ``y [..., output]`` with what adapters add for ``x [..., input]``."""
+        if not self.rows.groups:
+            return y
+        x, flat = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        self.rows.check(len(x))
+        for _, weights, rows in self.present():
+            part = flat[rows]
+            weights.add(x[rows], part)
+            if isinstance(rows, torch.Tensor):
+                flat.index_copy_(0, rows, part)
+        return flat.view(y.shape)
+
+    def add_embedded(
+        self, tokens: torch.Tensor, elsewhere: torch.Tensor | None, y: torch.Tensor
+    ) -> torch.Tensor:
+        """Return embeddings ``y [..., features]`` with what adapters add for ``tokens [...]``.
+
+        Nothing is added to tokens that are ``elsewhere``: on another rank.
+        """
+        if not self.rows.groups:
+            return y
+        tokens, flat = tokens.reshape(-1), y.reshape(-1, y.shape[-1])
+        self.rows.check(len(tokens))
+        for _, weights, rows in self.present():
+            part = flat[rows]
+            added = torch.zeros_like(part)
+            weights.add_columns(tokens[rows], added)
+            if elsewhere is not None:
+                added.masked_fill_(elsewhere.reshape(-1)[rows].unsqueeze(-1), 0)
+            flat[rows] = part + added
+        return flat.view(y.shape)
+
+    def add_experts(
+        self,
+        x: torch.Tensor,
+        sources: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        offsets: torch.Tensor,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the experts' products ``y [rows, output]`` with what adapters add to them.
+
+        Args:
+            x: what the experts are given, ``[..., input]``.
+            sources: the row of ``x`` for each row of ``y``; by default the same.
+            tokens: the token of the step for each row of ``y``.
+            offsets: the first row of each of this rank's experts, and the end of the last one's.
+            y: rows in the order of their experts.
+
+        """
+        if not self.rows.groups:
+            return y
+        if tokens is None:
+            raise RuntimeError(
+                "experts with adapters are called without the token of each row: give tokens="
+            )
+        adapters = self.rows.of(tokens)
+        for number, weights, _ in self.present():
+            chosen = (adapters == number).nonzero().view(-1)
+            edges = torch.searchsorted(chosen, offsets.to(chosen.dtype)).tolist()
+            for expert, (first, end) in enumerate(pairwise(edges)):
+                if first == end:
+                    continue
+                rows = chosen[first:end]
+                part = y[rows]
+                weights.add(x[rows if sources is None else sources[rows]], part, expert)
+                y.index_copy_(0, rows, part)
+        return y
+
+    def present(self) -> list[tuple[int, LowRank, Rows]]:
+        """Return the adapters of the step that adapt this layer, each with its rows."""
+        weights = self.weights
+        return [(each, weights[each], rows) for each, rows in self.rows.groups if each in weights]
