@@ -15,7 +15,7 @@ from vllm_module import ModelConfig, get_model, tensor_parallel
 from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.cli.commands.plan import parse_size
 from vllm_module.cli.output import grouped
-from vllm_module.cli.rank_plan import RankPlan, plan_ranks
+from vllm_module.cli.rank_plan import PAGE_SIZE, RankPlan, plan_ranks
 from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, tensor_rows
 from vllm_module.core.report import LoadReport, fold
 from vllm_module.distributed import run_ranks
@@ -175,6 +175,20 @@ def test_as_many_tokens_fit_as_are_said_to(
     tokens = rank.kv_cache_tokens(memory)
     assert rank.needed_bytes(tokens + 1) > memory
     assert tokens == 0 or rank.needed_bytes(tokens) <= memory
+
+
+@given(*[st.integers(0, 500)] * 4, st.integers(0, 99))
+def test_the_peak_is_that_of_the_larger_moment(
+    weights: int, quantizing: int, page: int, state: int, tokens: int
+) -> None:
+    """Weights are there at both moments: while one is quantized, and beside a full cache."""
+    nothing: Any = None
+    rank = RankPlan(
+        0, [], LoadReport(), 0, weights, {}, quantizing, page, state, 0.0, {}, nothing
+    )  # fmt: skip
+    pages = len(range(0, tokens, PAGE_SIZE))
+    moments = [weights + quantizing, weights + state + page * pages]
+    assert rank.needed_bytes(tokens) == max(moments)
 
 
 def test_what_does_not_fit(run: Run, folder: Path) -> None:

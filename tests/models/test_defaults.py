@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from vllm_module.build.registry import config_class
+from vllm_module.build.registry import config_class, model_class
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import layer_sliding_window
 from vllm_module.rope_parameters import rope_parameters
@@ -47,3 +47,27 @@ def test_an_entry_that_a_file_lacks_has_the_value_of_transformers(architecture: 
         assert rope_parameters(ours, kind).rope_theta == rope["rope_theta"]
         factor = rope.get("partial_rotary_factor", 1.0)
         assert rope_parameters(ours, kind).partial_rotary_factor == factor
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 5, 6, 9])
+@pytest.mark.parametrize("architecture", ["Qwen2", "Qwen2Moe", "Qwen3"])
+def test_layers_have_the_windows_of_transformers(architecture: str, first: int) -> None:
+    """Files of transformers 4 say by numbers which layers have a window, if it is used."""
+    architecture += "ForCausalLM"
+    cls, layers = config_class([architecture]), 6
+    config = CONFIG_MAPPING[KINDS[architecture]]
+    model: Any = model_class([architecture])
+    attention = model.model_class.layer_class.attention_class
+    entries = {"max_window_layers": first, "sliding_window": 7, "num_hidden_layers": layers}
+    for used in (True, False):
+        theirs: Any = config(use_sliding_window=used, **entries)
+        sizes = {
+            name: getattr(theirs, name)
+            for name, field in cls.model_fields.items()
+            if field.is_required() and name != "architectures"
+        }
+        given = {**sizes, **entries, "use_sliding_window": used}
+        ours = cls(architectures=[architecture], **given)
+        windows = [attention.sliding_window(ours, layer) for layer in range(layers)]
+        slides = [kind == "sliding_attention" for kind in theirs.layer_types]
+        assert windows == [7 if each else None for each in slides]

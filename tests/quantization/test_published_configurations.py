@@ -27,6 +27,7 @@ _DENSE = {
 _FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _W4AFP8 = {"targets": ["Linear"], "weights": _INT4, "input_activations": _FP8_INPUTS}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+_INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
 _NF4 = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -44,6 +45,8 @@ _NF4 = {
         pytest.param({**_AWQ, "format": "gemm"}, {**_AWQ, "version": "GEMM"}, id="format of AWQ"),
         pytest.param({**_AWQ, "version": None}, _AWQ, id="no version of AWQ"),
         pytest.param({**_NF4, "quant_method": None}, _NF4, id="bitsandbytes without a name"),
+        pytest.param({**_INT8, "quant_method": None}, _INT8, id="its 8 bits without a name"),
+        pytest.param({"load_in_8bit": True}, _INT8, id="its 8 bits alone"),
     ],
 )
 def test_what_changes_nothing(entries: dict[str, Any], plain: dict[str, Any]) -> None:

@@ -182,6 +182,33 @@ def test_stop_sequences_and_limits_in_messages(served: Any) -> None:
     assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 1)
 
 
+def test_counts_of_tokens_are_those_of_every_protocol(served: Any) -> None:
+    """A prompt that was there before: Anthropic's input lacks what was cached, others have all."""
+    text = "the same long message of more than a page of the cache " * 3
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    for cached in (False, True):
+        paths = ("chat/completions", "responses", "messages")
+        chat, responses, messages = (
+            served.ask(
+                "POST",
+                f"/v1/{path}",
+                {"model": MODEL}
+                | ({"input": text, "max_output_tokens": 1} if path == "responses" else asked),
+            )[1]["usage"]
+            for path in paths
+        )
+        details = chat["prompt_tokens_details"]["cached_tokens"]
+        assert not cached or details >= 16
+        assert chat["prompt_tokens"] == responses["input_tokens"] > len(text)
+        # https://docs.claude.com/en/api/messages: the three counts add up to the whole input.
+        counts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert sum(messages[name] for name in counts) == chat["prompt_tokens"]
+        assert messages["cache_read_input_tokens"] >= 16
+        assert responses["input_tokens_details"]["cached_tokens"] >= 16
+        for usage, names in ((chat, ("prompt", "completion")), (responses, ("input", "output"))):
+            assert usage["total_tokens"] == sum(usage[f"{name}_tokens"] for name in names)
+
+
 def test_errors_of_messages_have_their_shape(served: Any) -> None:
     """Anthropic's clients know errors by their type; their key is in a header of its own."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}

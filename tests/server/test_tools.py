@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+from vllm_module.runtime.outputs import RequestOutput
+from vllm_module.server.generation import ChoiceDelta, Continuation
 from vllm_module.server.tools import Formats
 
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
@@ -89,6 +92,41 @@ def test_calls_that_the_model_writes(server: Any) -> None:
     assert message["calls"] == {0: ["get_weather", arguments], 1: ["get_weather", arguments]}
     (choice,) = create(server, parallel_tool_calls=False, **body).choices
     assert len(choice.message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("calling", [(0,), (1,), (0, 2), (), (0, 1, 2)])
+def test_each_choice_has_its_own_form(
+    server: Any, calling: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices come in turns, some with a call: none has the calls or the reason of another."""
+    texts = [CALL if index in calling else f"text {index}" for index in range(3)]
+
+    async def deltas(self: Continuation) -> AsyncIterator[ChoiceDelta]:
+        output = RequestOutput("r", None, [1], [], False)
+        cuts = (0, 5, None) if self.stream else (0, None)
+        for begin, end in pairwise(cuts):
+            for index, text in enumerate(texts):
+                reason = "stop" if end is None else None
+                first = begin == 0
+                yield ChoiceDelta(index, output, text[begin:end], [1], [], first, reason, None)
+
+    monkeypatch.setattr(Continuation, "deltas", deltas)
+    body = {"tools": [WEATHER], "n": 3}
+    choices = create(server, **body).choices
+    assert [choice.index for choice in choices] == [0, 1, 2]
+    for index, choice in enumerate(choices):
+        called = [call.function.name for call in choice.message.tool_calls or ()]
+        assert called == ["get_weather"] * (index in calling)
+        assert choice.message.content == (None if index in calling else f"text {index}")
+        assert choice.finish_reason == ("tool_calls" if index in calling else "stop")
+    reasons = {}
+    for chunk in create(server, stream=True, **body):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                assert (call.index, choice.index in calling) == (0, True)
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert reasons == {i: "tool_calls" if i in calling else "stop" for i in range(3)}
 
 
 def test_without_tools_a_call_is_text(server: Any) -> None:

@@ -1,0 +1,57 @@
+"""Memory that one process offers: what is mapped is that memory, or this process's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_module.distributed.shared_memory import Offer, OfferedMemory
+
+NBYTES = 8192
+
+
+@pytest.fixture
+def offered() -> Iterator[list[OfferedMemory]]:
+    memories = [OfferedMemory(NBYTES) for _ in range(3)]
+    yield memories
+    for memory in memories:
+        memory.close()
+
+
+def changed(offer: Offer | None, **changes: object) -> Offer:
+    assert offer is not None, "the tests run on Linux"
+    return offer._replace(**changes)
+
+
+def test_the_first_offer_that_can_be_used_is_taken(offered: list[OfferedMemory]) -> None:
+    """What one process writes, the others read; a rank without an offer is passed over."""
+    offers = [None, offered[1].offer, offered[2].offer]
+    maps = [memory.join(offers, rank) for rank, memory in enumerate(offered)]
+    assert [rank for _, rank in maps] == [0, 1, 1]
+    maps[1][0][:5] = b"hello"
+    assert maps[2][0][:5] == b"hello"
+    assert maps[0][0][:5] == bytes(5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": "another"},
+        {"pid": 2**22 + 1},  # none has this number
+        {"descriptor": 10**6},
+        {"token": bytes(16)},  # another process has its number, and memory of its own
+        {"token": b""},
+    ],
+)
+def test_an_offer_that_leads_elsewhere_is_not_taken(
+    offered: list[OfferedMemory], changes: dict[str, object]
+) -> None:
+    """Each entry of an offer counts: with another one, the next offer is taken."""
+    wrong = changed(offered[0].offer, **changes)
+    theirs, rank = offered[2].join([wrong, offered[1].offer, offered[2].offer], 2)
+    assert rank == 1
+    own, rank = offered[2].join([wrong, None, offered[2].offer], 2)
+    assert rank == 2
+    own[:3] = b"own"
+    assert theirs[:3] == bytes(3)

@@ -1,0 +1,79 @@
+"""Which processes of a launcher are the ranks of an engine, counted out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_module.config import EngineConfig
+from vllm_module.runtime.ranks import connections
+from vllm_module.runtime.ranks.connections import processes_of_world
+
+
+def in_world(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_each_engine_of_a_launcher_has_ranks_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, size: int, engines: int
+) -> None:
+    """Neighbours make an engine, and every process is in exactly one."""
+    config = EngineConfig(
+        tensor_parallel_size=size, distributed_executor_backend="external_launcher"
+    )
+    members: dict[range, list[int]] = {}
+    for rank in range(engines * size):
+        in_world(monkeypatch, rank, engines * size)
+        ranks = processes_of_world(config)
+        assert (ranks is None) == (size == 1)
+        members.setdefault(ranks or range(rank, rank + 1), []).append(rank)
+    assert len(members) == engines
+    assert all(list(ranks) == found for ranks, found in members.items())
+
+
+@pytest.mark.parametrize(("size", "processes"), [(2, 3), (3, 4), (4, 2)])
+def test_engines_that_do_not_divide_the_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, size: int, processes: int
+) -> None:
+    in_world(monkeypatch, 0, processes)
+    config = EngineConfig(
+        tensor_parallel_size=size, distributed_executor_backend="external_launcher"
+    )
+    with pytest.raises(ValueError, match=f"engines of {size} ranks do not divide the {processes}"):
+        processes_of_world(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "expected"),
+    [
+        ({}, 1, None),
+        ({}, 4, range(4)),
+        ({"tensor_parallel_size": 1}, 4, None),  # asked for: an engine of this process alone
+        ({"tensor_parallel_size": 4}, 4, range(4)),
+        ({"tensor_parallel_size": 4}, 1, None),  # starts the others
+        ({"distributed_executor_backend": "mp"}, 4, None),
+        ({"distributed_executor_backend": "mp", "tensor_parallel_size": 4}, 4, None),
+        ({"distributed_executor_backend": "uni"}, 4, None),
+        ({"tensor_parallel_size": 2}, 4, "tensor_parallel_size is 2, and torchrun has started 4"),
+        (
+            {"distributed_executor_backend": "uni", "tensor_parallel_size": 2},
+            1,
+            "'uni' is an engine of one process",
+        ),
+    ],
+)
+def test_an_engine_takes_the_launchers_processes_or_its_own(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], world: int, expected: Any
+) -> None:
+    """By the backend, the size and whether that was asked for."""
+    in_world(monkeypatch, 0, world)
+    assert connections.under_torchrun() == (world > 1)
+    if not isinstance(expected, str):
+        assert processes_of_world(EngineConfig(**given)) == expected
+        return
+    with pytest.raises(ValueError, match=expected):
+        processes_of_world(EngineConfig(**given))
