@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     "markupsafe": "jinja2",  # of whose interface Markup is a part
     "click": "typer",  # typer is built on it, and documents its classes as part of its interface
     "pydantic_core": "pydantic",  # pydantic documents its errors as pydantic_core's
+    "h11": "uvicorn",  # whose protocol is built on it
     "filelock": "huggingface_hub",  # which locks its own downloads with it
     "tomllib": "tomli",
 }
@@ -43,6 +44,7 @@ EXTRAS = {
     ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",
     ("vllm_module.server", "starlette"): "serve",
     ("vllm_module.server", "uvicorn"): "serve",
+    ("vllm_module.server.connection", "h11"): "serve",
 }
 # Benchmarks measure beside it where it is installed, and say so where it is not.
 PEERS = {"runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}

@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.server.app import application
-from vllm_module.server.chat import ContentParser
-from vllm_module.server.endpoint import Keys, Limits
+from vllm_module.server.connection import Limits
+from vllm_module.server.endpoint import Keys
 from vllm_module.server.listener import Address, Listener
 from vllm_module.server.state import State
 
@@ -101,8 +101,8 @@ def main() -> None:
         write_checkpoint(Path(folder))
         llm = LLM(folder, dtype="float32", device="cpu", kv_cache_memory_bytes=64 << 20)
     engine = AsyncLLM(llm)
-    state = State(["tiny"], 64, ContentParser, engine)
-    listener = Listener(application(state, Keys((), ()), Limits()), Address(port=0))
+    state = State(["tiny"], 64, engine)
+    listener = Listener(application(state, Keys((), ()), Limits()), Address(port=0), Limits())
     listener.start()
     pipe, theirs = multiprocessing.get_context("spawn").Pipe()
     port = int(listener.url.rpartition(":")[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM
 from vllm_module.server.app import application
-from vllm_module.server.endpoint import Keys, Limits
+from vllm_module.server.connection import Limits
+from vllm_module.server.endpoint import Keys
 from vllm_module.server.listener import Address, Listener
 from vllm_module.server.state import State
 
@@ -119,9 +121,10 @@ def serving(
     llm: AsyncLLM | None, address: Address | None = None, **options: Any
 ) -> Iterator[Served]:
     state = State(["tiny", "other-name"], options.pop("max_prompts", 64), llm)
-    limits = Limits(options.pop("body_bytes", 1 << 20), options.pop("body_seconds", 30))
+    bounds = {name: options.pop(name) for name in Limits.__annotations__ if name in options}
+    limits = Limits(**{"body_bytes": 1 << 20, **bounds})
     app = application(state, Keys([KEY, "sk-two"], options.pop("admin", [ADMIN])), limits)
-    listener = Listener(app, address or Address(port=0), **options)
+    listener = Listener(app, address or Address(port=0), limits, **options)
     listener.start()
     try:
         yield Served(listener.url, state, llm, listener)
@@ -151,3 +154,16 @@ def start() -> Callable[..., Any]:
 def engine(folder: Path) -> Callable[..., LLM]:
     """Return the function that loads an engine of a test's own."""
     return partial(load, folder)
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[[Callable[[], object]], None]:
+    """Return the function that waits until something holds."""
+
+    def wait(holds: Callable[[], object]) -> None:
+        end = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    return wait

@@ -107,7 +107,7 @@ def test_requests_cut_at_every_byte(server: Any) -> None:
 
 def test_a_slow_body(start: Any) -> None:
     """A body that does not arrive in time is a 408."""
-    with start(None, body_seconds=0.2) as server:
+    with start(None, client_seconds=0.2) as server:
         code, answer = server.send(f"{HEAD}Content-Length: 10\r\n\r\n{{".encode())
         assert code == 408
         assert "0.2 s" in json.loads(answer)["error"]["message"]

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from vllm_module.server import operations, tokens
 from vllm_module.server.chat import chat_completions
 from vllm_module.server.completions import completions
-from vllm_module.server.endpoint import Answer, Endpoint, Keys, Limits, Right
+from vllm_module.server.connection import Limits
+from vllm_module.server.endpoint import Answer, Endpoint, Keys, Right
 from vllm_module.server.errors import ApiError
 from vllm_module.server.messages import messages
 from vllm_module.server.protocol import (

@@ -9,12 +9,12 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import pydantic_core
 from starlette.types import Message, Receive, Scope, Send
 
+from vllm_module.server.connection import Limits
 from vllm_module.server.errors import ApiError, as_api_error
 from vllm_module.server.protocol import Body
 
@@ -56,14 +56,6 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest size of a body, and the longest time in which it has to arrive."""
-
-    body_bytes: int = 16 << 20
-    body_seconds: float = 30.0
 
 
 class Endpoint:
@@ -111,7 +103,7 @@ class Endpoint:
     async def _read(self, scope: Scope, receive: Receive) -> Body:
         """Receive a body within the limits, and check it."""
         try:
-            seconds = self._limits.body_seconds
+            seconds = self._limits.client_seconds
             data = await asyncio.wait_for(self._receive(scope, receive), seconds)
         except asyncio.TimeoutError:
             raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None

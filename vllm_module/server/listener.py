@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import socket
 import stat
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from vllm_module.server.connection import Connection, Limits
+
 _BACKLOG = 2048
+_OTHER_FILES = 256  # open files of this process that are no connections
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,17 @@ class Address:
         return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
+def _allow_files(connections: int) -> int:
+    """Let this process open a file for each connection; return how many there can be."""
+    wanted = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return min(connections, max(1, soft - _OTHER_FILES))
+    return connections
+
+
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
@@ -69,6 +87,7 @@ class Listener:
     Args:
         app: the application.
         address: where to listen.
+        limits: what clients may use; fewer connections if the system allows no more files.
         stop_seconds: how long running requests may take after :meth:`stop`; then they are ended.
 
     Attributes:
@@ -76,13 +95,21 @@ class Listener:
 
     """
 
-    def __init__(self, app: ASGIApp, address: Address, stop_seconds: int = 30) -> None:
+    def __init__(
+        self, app: ASGIApp, address: Address, limits: Limits, stop_seconds: int = 30
+    ) -> None:
         self._address = address
+        limits = replace(limits, connections=_allow_files(limits.connections))
         config = uvicorn.Config(
             app,
+            # Not what else is installed: the limits are those of h11.
+            http=cast(type[asyncio.Protocol], partial(Connection, limits=limits)),
+            loop="asyncio",
+            h11_max_incomplete_event_size=limits.header_bytes,
             ssl_certfile=address.ssl_certfile,
             ssl_keyfile=address.ssl_keyfile,
             log_config=None,
+            log_level="error",  # else each client that speaks no HTTP would write a line
             access_log=False,
             lifespan="off",
             ws="none",

@@ -99,6 +99,12 @@ class ServerOptions(Options):
     max_body_mib: Annotated[
         int, typer.Option(min=1, metavar="MIB", help="Largest body of a request.")
     ] = 16
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Most open connections; more are answered with 503 and closed."
+        ),
+    ] = 4096
     tool_call_parser: Annotated[
         str,
         typer.Option(
@@ -181,7 +187,8 @@ def serve(
 def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, State]]:
     """Answer requests in a thread until the end of the block."""
     from vllm_module.server.app import application
-    from vllm_module.server.endpoint import Keys, Limits
+    from vllm_module.server.connection import Limits
+    from vllm_module.server.endpoint import Keys
     from vllm_module.server.listener import Address, Listener
     from vllm_module.server.state import State
     from vllm_module.server.tool_formats import FORMATS
@@ -200,9 +207,10 @@ def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, 
     )
     state = State(options.served_model_name or [source], options.max_prompts)
     keys = Keys(options.api_key or (), options.admin_key or ())
-    app = application(state, keys, Limits(options.max_body_mib << 20))
+    limits = Limits(options.max_body_mib << 20, options.max_connections)
+    app = application(state, keys, limits)
     try:
-        listener = Listener(app, address, options.stop_seconds)
+        listener = Listener(app, address, limits, options.stop_seconds)
     except OSError as error:
         where = options.uds or f"{options.host}:{options.port}"
         raise CommandError(

@@ -1,0 +1,179 @@
+"""Clients that keep a server waiting, and too many of them: each is cut off, and others are not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from vllm_module import AsyncLLM
+from vllm_module.server import listener
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-two\r\n"
+JSON = b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+ASKED = {"prompt": "hello", "temperature": 0, "max_tokens": 40}
+SECONDS = 0.5  # that a client of these tests may take
+
+
+def until_closed(connection: socket.socket, parts: Iterable[bytes] = ()) -> bytes:
+    """Send parts, each after a moment, until the server closes; return what it has said."""
+    received, parts = b"", iter(parts)
+    end = time.monotonic() + 60
+    connection.settimeout(SECONDS / 10)
+    while time.monotonic() < end:
+        try:
+            connection.sendall(next(parts, b""))
+            if not (more := connection.recv(1 << 16)):
+                return received
+            received += more
+        except TimeoutError:
+            continue
+        except (ConnectionResetError, BrokenPipeError):
+            return received
+    raise AssertionError("the server keeps the connection")
+
+
+def silent(connection: socket.socket) -> bytes:
+    return until_closed(connection)
+
+
+def slow_headers(connection: socket.socket) -> bytes:
+    connection.sendall(HEAD)
+    return until_closed(connection, (b"X-%d: y\r\n" % i for i in itertools.count()))
+
+
+def slow_second_headers(connection: socket.socket) -> bytes:
+    connection.sendall(VERSION + HEAD)
+    return until_closed(connection, (b"X-%d: y\r\n" % i for i in itertools.count()))
+
+
+def slow_body(connection: socket.socket) -> bytes:
+    connection.sendall(HEAD + JSON)
+    return until_closed(connection, itertools.repeat(b" "))
+
+
+def body_after_a_refusal(connection: socket.socket) -> bytes:
+    connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\n" + JSON)
+    return until_closed(connection, itertools.repeat(b" "))
+
+
+def idle_after_an_answer(connection: socket.socket) -> bytes:
+    connection.sendall(VERSION)
+    return until_closed(connection)
+
+
+def takes_nothing(connection: socket.socket) -> bytes:
+    connection.settimeout(60)
+    try:
+        while True:
+            connection.sendall(VERSION * 100)
+    except (ConnectionResetError, BrokenPipeError):
+        return b""
+
+
+SLOW: dict[Callable[[socket.socket], bytes], list[int]] = {  # with the statuses of the answers
+    silent: [],
+    slow_headers: [],
+    slow_second_headers: [200],
+    slow_body: [408],
+    body_after_a_refusal: [404],
+    idle_after_an_answer: [200],
+    takes_nothing: [],
+}
+
+
+@pytest.fixture(scope="module")
+def impatient(start: Any, engine: Any) -> Iterator[Any]:
+    with start(AsyncLLM(engine()), client_seconds=SECONDS) as server:
+        yield server
+
+
+def connections(server: Any) -> set[Any]:
+    found: set[Any] = server.listener._server.server_state.connections
+    return found
+
+
+@pytest.mark.parametrize("client", SLOW, ids=lambda client: client.__name__)
+def test_a_client_that_keeps_the_server_waiting_is_cut_off(
+    impatient: Any, client: Callable[[socket.socket], bytes], until: Any
+) -> None:
+    """Nothing of it is left, and another client gets the same tokens at the same time."""
+    expected = impatient.ask("POST", "/v1/completions", ASKED)[1]["choices"]
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # it is full soon
+        connection.connect(("127.0.0.1", impatient.port))
+        said = client(connection)
+        assert impatient.ask("POST", "/v1/completions", ASKED)[1]["choices"] == expected
+    statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == SLOW[client]
+    until(lambda: not connections(impatient) and not impatient.llm._accepted)
+
+
+def test_a_slow_answer_is_not_cut_off(impatient: Any) -> None:
+    """The limit is the client's, not the engine's."""
+    stream = impatient.client().completions.create(
+        model="tiny", prompt="a", max_tokens=900, stream=True, temperature=0
+    )
+    begin = time.monotonic()
+    pieces = []
+    for piece in stream:
+        pieces.append(piece)
+        time.sleep(SECONDS / 100)
+    assert time.monotonic() - begin > SECONDS
+    assert pieces[-1].choices[0].finish_reason == "length"
+
+
+def test_connections_have_a_bound(start: Any, until: Any) -> None:
+    """One too many is told so and closed; when another ends, there is room again."""
+    with start(None, connections=3) as server:
+        opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        until(lambda: len(connections(server)) == 3)
+        with socket.create_connection(("127.0.0.1", server.port)) as one_more:
+            head, _, body = until_closed(one_more).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert json.loads(body)["error"]["type"] == "server_error"
+        opened[0].sendall(VERSION)
+        assert opened[0].recv(1000).startswith(b"HTTP/1.1 200")
+        for each in opened:
+            each.close()
+        until(lambda: not connections(server))
+        assert server.ask("GET", "/version")[0] == 200
+
+
+def test_files_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of open files grows to what connections need; where it cannot, they are fewer."""
+    limits = [(1024, 100_000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    assert listener._allow_files(500) == 500
+    assert limits == [(1024, 100_000)]
+    assert listener._allow_files(4096) == 4096
+    assert limits.pop() == (4096 + 256, 100_000)
+    limits[:] = [(1024, 2000)]
+    assert listener._allow_files(4096) == 2000 - 256
+    assert limits.pop() == (2000, 2000)
+
+
+def test_what_is_no_http_and_floods_of_headers(impatient: Any, until: Any) -> None:
+    """The answer is one JSON error; nothing is kept of what came."""
+    flood = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 100) for i in range(5000))
+    broken = b"\x16\x03\x01\x02", b"GET /\r\n\r\n", b"\r\n" * 3 + b"\0"
+    for data in (*broken, HEAD + flood):
+        with socket.create_connection(("127.0.0.1", impatient.port)) as connection:
+            head, _, body = until_closed(connection, [data]).partition(b"\r\n\r\n")
+        if head:  # else it closed before it had read everything
+            assert head.startswith(b"HTTP/1.1 400")
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    # Half of a chunk's length, after the answer has begun: there is no second answer.
+    with socket.create_connection(("127.0.0.1", impatient.port)) as connection:
+        chunked = b"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        said = until_closed(connection, [chunked, b"no length\r\n"])
+        assert said.count(b"HTTP/1.1") <= 1
+    until(lambda: not connections(impatient))
