@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_module.runtime.outputs import CompletionOutput, RequestOutput
     from vllm_module.runtime.pooling_params import PoolingParams
     from vllm_module.runtime.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm_module.runtime.served_adapter import LoRARequest
     from vllm_module.runtime.text.prompts import TextPrompt, TokensPrompt
     from vllm_module.weights.source import register_source
 else:
@@ -35,6 +36,7 @@ else:
             "DeviceConfig": "vllm_module.config",
             "EngineArgs": "vllm_module.runtime.engine_args",
             "LLM": "vllm_module.runtime.llm",
+            "LoRARequest": "vllm_module.runtime.served_adapter",
             "LoadConfig": "vllm_module.config",
             "ModelConfig": "vllm_module.config",
             "PoolingParams": "vllm_module.runtime.pooling_params",
@@ -62,6 +64,7 @@ __all__ = [
     "CompletionOutput",
     "DeviceConfig",
     "EngineArgs",
+    "LoRARequest",
     "LoadConfig",
     "ModelConfig",
     "PoolingParams",

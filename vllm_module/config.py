@@ -254,6 +254,7 @@ class EngineConfig(_Closed):
         enable_torch_compile: let torch.compile fuse the operations between attention layers.
         async_scheduling: launch the next step before the tokens of this one are read, if both only
             decode; tokens are the same. By default on a GPU, whose work the host's then overlaps.
+        max_loras: most LoRA adapters in one step; requests of others wait in turn.
         worker_extension_cls: a class, or its qualified name, whose methods every rank's worker gets
             for :meth:`~vllm_module.LLM.collective_rpc`.
 
@@ -273,6 +274,7 @@ class EngineConfig(_Closed):
     enforce_eager: _Flag = False
     enable_torch_compile: _Flag = False
     async_scheduling: _Flag | None = None
+    max_loras: _Count = 8
     worker_extension_cls: type | str | None = None
 
 

@@ -73,17 +73,24 @@ class AdapterRows:
 
     def __init__(self) -> None:
         self.groups: list[tuple[int, Rows]] = []
-        self._of_row: torch.Tensor | None = None
-        self._count = 0
+        self._numbers = torch.empty(0, dtype=torch.int64)  # adapter of each row, on the host
+        self._of_row = self._numbers
 
     def set(self, adapters: list[int], counts: list[int], device: torch.device) -> None:
         """Set them for the rows of a step: for each sequence its adapter, or -1, and its rows."""
-        self.groups, self._of_row = [], None
-        if max(adapters, default=-1) < 0:
-            return
-        numbers = torch.tensor(adapters).repeat_interleave(torch.tensor(counts))
-        self._count, self._of_row = len(numbers), numbers.to(device)
-        for adapter in sorted({*adapters} - {-1}):
+        self.groups = []
+        if adapters:
+            numbers = torch.tensor(adapters).repeat_interleave(torch.tensor(counts))
+            self._set(numbers, device)
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with some rows of the step, such as those whose logits are computed."""
+        if self.groups:
+            self._set(self._numbers[rows], self._of_row.device)
+
+    def _set(self, numbers: torch.Tensor, device: torch.device) -> None:
+        self._numbers, self._of_row, self.groups = numbers, numbers.to(device), []
+        for adapter in sorted({*numbers.tolist()} - {-1}):
             rows = (numbers == adapter).nonzero().view(-1)
             first, end = int(rows[0]), int(rows[-1]) + 1
             whole = end - first == len(rows)
@@ -91,14 +98,13 @@ class AdapterRows:
 
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the adapter, or -1, of each of these rows of the step."""
-        assert self._of_row is not None
         return self._of_row[tokens]
 
     def check(self, rows: int) -> None:
         """Raise ``RuntimeError`` if a layer is not given a row for each token of the step."""
-        if rows != self._count:
+        if rows != len(self._numbers):
             raise RuntimeError(
-                f"a layer with an adapter is given {rows} rows in a step of {self._count} tokens: "
+                f"a layer with an adapter is given {rows} rows, and {len(self._numbers)} tokens: "
                 "adapters are for layers that compute a row for each token"
             )
 

@@ -28,7 +28,7 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disable_sliding_window": (False,),
     "enable_chunked_prefill": (True,),
     "enable_eplb": (False,),
-    "enable_lora": (False,),
+    "enable_lora": (...,),
     "enable_prompt_embeds": (False,),
     "enable_return_routed_experts": (False,),
     "enable_sleep_mode": (...,),
@@ -39,6 +39,8 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": ({},),
     "logits_processors": ([],),
     "logprobs_mode": ("raw_logprobs",),
+    "max_cpu_loras": (...,),
+    "max_lora_rank": (...,),
     "max_parallel_loading_workers": (...,),
     "max_seq_len_to_capture": (...,),
     "mm_processor_kwargs": ({},),
@@ -100,7 +102,7 @@ _DEFAULTS: tuple[tuple[Any, str], ...] = (
         "elastic_ep_max_dp_size enable_batch_sharded_sampling enable_flashinfer_autotune "
         "engram_config gdn_prefill_backend io_processor_plugin kda_decode_backend "
         "kda_prefill_backend kv_offloading_size log_config_file log_level logging_config "
-        "lora_target_modules mamba_block_size mamba_ssu_algorithm max_cpu_loras "
+        "lora_target_modules mamba_block_size mamba_ssu_algorithm "
         "max_cudagraph_capture_size max_lora_cls_labels max_num_active_seqs max_num_queued_reqs "
         "max_num_queued_tokens max_num_scheduled_tokens mm_encoder_attn_backend "
         "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
@@ -115,11 +117,11 @@ _DEFAULTS: tuple[tuple[Any, str], ...] = (
     (512, "dbo_prefill_token_threshold"),
     (
         1,
-        "dcp_kv_cache_interleave_size decode_context_parallel_size max_loras nnodes "
+        "dcp_kv_cache_interleave_size decode_context_parallel_size nnodes "
         "offload_num_in_group offload_prefetch_step prefill_context_parallel_size "
         "prefill_schedule_interval renderer_num_workers stream_interval",
     ),
-    (16, "dp_sync_interval max_lora_rank replayssm_buffer_len"),
+    (16, "dp_sync_interval replayssm_buffer_len"),
     ("linear", "expert_placement_strategy"),
     ("warn", "jit_monitor_mode"),
     (0.01, "kv_cache_metrics_sample"),
@@ -186,7 +188,6 @@ SAMPLING_ARGUMENTS: Accepted = {
 REQUEST_ARGUMENTS: Accepted = {
     "chat_template": (),
     "concurrency_limit": (...,),
-    "lora_request": ([],),
     "mm_processor_kwargs": ({},),
     "pooling_params": (),
     "priority": (0,),

@@ -344,10 +344,13 @@ class Engine(Requests):
             if token is None or sequence.finish_reason is not None:
                 continue
             sequence.tokens.append(token.token_id)
-            versions = sequence.weight_versions
-            if not versions or versions[-1][0] != self.weight_version:
-                versions.append((self.weight_version, 0))
-            versions[-1] = self.weight_version, versions[-1][1] + 1
+            versions, adapter = sequence.weight_versions, sequence.request.adapter
+            version = self.weight_version
+            if adapter is not None:
+                version = f"{version}/{adapter.version}"
+            if not versions or versions[-1][0] != version:
+                versions.append((version, 0))
+            versions[-1] = version, versions[-1][1] + 1
             request, totals = sequence.request, self.totals
             if not request.metrics.num_generation_tokens:
                 totals.prompt_tokens += request.prompt_len

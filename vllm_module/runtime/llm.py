@@ -24,6 +24,7 @@ from vllm_module.config import (
     ModelImpl,
 )
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
+from vllm_module.runtime.adapter_methods import AdapterMethods
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
@@ -53,7 +54,7 @@ _DTYPES: dict[Any, str] = {"half": "float16", "float": "float32"}  # vLLM's othe
 _CLOSE_TIMEOUT = 30.0  # seconds that close() waits for a step to end
 
 
-class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
+class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized):
     """A loaded model that turns prompts into text, or an encoder that turns them into vectors.
 
     ``LLM("folder").generate("Once upon a time")[0].outputs[0].text``
@@ -202,7 +203,7 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
             folder = generation_folder or self.source.folder
             read = None if generation_config == "vllm" else folder
             self._defaults = default_sampling_params(read, override or {})
-            self._ids = itertools.count()
+            self._ids, self._adapter_numbers = itertools.count(), itertools.count()
             end_tokens = stop_tokens(self.source.folder, folder, override)
             self.engine = self._make_engine(config, end_tokens)
             length = self.source.config.max_model_len or MAX_MODEL_LEN
@@ -261,6 +262,7 @@ class LLM(TextMethods, EncoderMethods, WeightMethods, Summarized):
             worker.window,
             has_states=worker.state_bytes > 0,
             host_states=worker.host_states,
+            max_loras=config.max_loras,
         )
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return Engine(

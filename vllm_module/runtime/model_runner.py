@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from array import array
 from bisect import bisect_left
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
+from vllm_module.layers.lora import AdapterRows
 from vllm_module.runtime.pieces import Pieces, captured_sizes
 from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
@@ -40,6 +42,8 @@ class ModelRunner:
         max_num_seqs: largest number of sequences in a step; the rows of the block tables.
         max_pages: largest number of pages of a sequence.
         compiled: True if torch.compile fuses the model's operations.
+        adapters: says the layers which rows are whose, in steps with adapters. They replay no
+            graph.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
     error, if a model from outside fails.
@@ -53,7 +57,9 @@ class ModelRunner:
         max_num_seqs: int,
         max_pages: int,
         compiled: bool = False,
+        adapters: AdapterRows | None = None,
     ) -> None:
+        self._adapters = AdapterRows() if adapters is None else adapters
         self._cls = type(model)
         if not callable(getattr(model, "compute_logits", None)):
             raise UnsupportedModelError(
@@ -88,7 +94,10 @@ class ModelRunner:
         """
         count, size = len(inputs.input_ids), self._graph_size(inputs)
         padded, pieces = size, self._pieces
-        if size is None and pieces is not None:
+        starts = inputs.query_start_loc
+        counts = [end - first for first, end in pairwise(starts)] if inputs.adapters else []
+        self._adapters.set(inputs.adapters, counts, self.device)
+        if size is None and pieces is not None and not inputs.adapters:
             padded = pieces.size_for(count)
         padding = 0 if padded is None else padded - count
         parts = self._parts(inputs, padding, 0 if size is None else padding)
@@ -118,6 +127,7 @@ class ModelRunner:
             assert pieces is not None, "they have this size"
             with blamed_on(self._cls):
                 hidden = pieces.run(step[0], step[1], metadata)
+        self._adapters.select(inputs.rows)
         return self._logits(hidden, rows)
 
     def first_tokens(self, logits: torch.Tensor) -> torch.Tensor:
@@ -192,7 +202,7 @@ class ModelRunner:
 
     def _graph_size(self, inputs: StepInputs) -> int | None:
         """Return the size of the graph to replay; ``None`` for a step without one."""
-        if inputs.max_query_len > 1 or not self._sizes:
+        if inputs.max_query_len > 1 or not self._sizes or inputs.adapters:
             return None
         if sum(len(pages) for _, _, pages in inputs.new_pages) > self._sizes[-1]:
             return None  # after a fork, or when sequences start over or are swapped in

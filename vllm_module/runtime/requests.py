@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from vllm_module.base.messages import shorten
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.metrics import Totals
 from vllm_module.runtime.sampling.grammar import Grammars
@@ -18,6 +19,7 @@ from vllm_module.runtime.sampling.row import check_tokens, encode_bad_words
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
+from vllm_module.runtime.served_adapter import ServedAdapter
 from vllm_module.runtime.text.stopping import complete_text
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
@@ -39,6 +41,7 @@ class Requests:
     Attributes:
         grammars: compiles what requests must follow.
         requests: requests that have not ended, by id.
+        adapters: adapters that requests may ask for, by name.
         totals: sums over all requests.
         refusal: reason why no requests are accepted, or ``None``.
         weight_version: name of the weights, which updates change.
@@ -66,6 +69,7 @@ class Requests:
         self.max_model_len = min(max_model_len, self.cache_tokens)
         self.grammars = Grammars(tokenizer, vocab_size, self.stop_token_ids)
         self.requests: dict[str, Request] = {}
+        self.adapters: dict[str, ServedAdapter] = {}
         self.totals = Totals()
         self.refusal: str | None = None
         self.weight_version = "0"
@@ -85,11 +89,12 @@ class Requests:
         *,
         streamed: bool = False,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """Add a request; with ``streamed``, its text is updated at every step.
 
-        It reuses only cached pages of requests with the same ``cache_salt``. Its parameters are
-        copied.
+        It reuses only cached pages of requests with the same ``cache_salt``, and the same weights
+        of the ``adapter`` of this name. Its parameters are copied.
 
         Raises ``ValueError`` for a request that cannot be served, and then changes nothing.
         """
@@ -97,6 +102,7 @@ class Requests:
         grammar = None if structured is None else self.grammars.compile(structured)
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
+            served = None if adapter is None else self.adapter(adapter)
             every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
             update = {name: self.vocab_size for name, count in every.items() if count == -1}
             params = params.model_copy(update=update, deep=True)
@@ -108,7 +114,7 @@ class Requests:
             )  # fmt: skip
             shows_text = self.tokenizer is not None and params.detokenize
             request.streamed = shows_text and (streamed or bool(params.stop))
-            request.cache_salt = cache_salt
+            request.cache_salt, request.adapter = cache_salt, served
             if params.bad_words:
                 assert self.tokenizer is not None, "as _check made sure"
                 request.bad_words = encode_bad_words(params.bad_words, self.tokenizer)
@@ -147,6 +153,13 @@ class Requests:
         if (params.stop or params.bad_words) and self.tokenizer is None:
             what = "stop strings" if params.stop else "bad words"
             raise ValueError(f"{what} need a tokenizer, and the checkpoint has none")
+
+    def adapter(self, name: str) -> ServedAdapter:
+        """Return the adapter of this name. Raises ``ValueError`` if there is none."""
+        if name not in self.adapters:
+            known = ", ".join(map(shorten, self.adapters)) or "none"
+            raise ValueError(f"no adapter is called {shorten(name)}; loaded are: {known}")
+        return self.adapters[name]
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request and free its pages; do nothing if it has ended.

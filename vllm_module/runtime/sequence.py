@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +13,7 @@ from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.runtime.served_adapter import ServedAdapter
 from vllm_module.runtime.text.tokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -100,6 +102,7 @@ class Request:
         bad_words: tokens of each text that may not be generated.
         grammar: what the output must follow, at its beginning.
         cache_salt: salt of the prompt; cached pages are shared only among equal salts.
+        adapter: the adapter that it is computed with; ``None`` for the model itself.
 
     """
 
@@ -117,6 +120,7 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    adapter: ServedAdapter | None = None
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
     def __post_init__(self) -> None:
@@ -133,6 +137,14 @@ class Request:
         grammar = None if self.grammar is None else self.grammar.copy()
         tokens = list(self.prompt_token_ids)
         return Sequence(self, len(self.sequences), tokens, uniform, grammar=grammar)
+
+    @property
+    def page_salt(self) -> Hashable:
+        """What the keys and values of its first page depend on, beside the tokens."""
+        adapter = self.adapter
+        if adapter is None:
+            return self.cache_salt
+        return adapter.number, adapter.updates, self.cache_salt
 
     @property
     def finished(self) -> bool:

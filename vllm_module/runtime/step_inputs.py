@@ -78,6 +78,7 @@ class StepInputs:
         max_query_len: largest number of tokens of a sequence in this step.
         num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
             ``num_sampled`` tokens that the step before has chosen, which are on the device.
+        adapters: number of each sequence's adapter, -1 for none; empty if no sequence has one.
         pages, states: what is copied before that, as in :class:`Step`, with the copies of saved
             states; ``None`` for nothing. The slot of a sequence's state is the row of its block
             table.
@@ -97,6 +98,13 @@ class StepInputs:
     num_sampled: int = 0
     pages: Moves | None = None
     states: Moves | None = None
+    adapters: list[int] = field(default_factory=list)
+
+
+def _adapters(step: Step) -> list[int]:
+    """Return the number of each sequence's adapter; nothing if no sequence has one."""
+    used = [sequence.request.adapter for sequence, _ in step.scheduled]
+    return [-1 if each is None else each.number for each in used] if any(used) else []
 
 
 def step_inputs(step: Step, page_size: int) -> StepInputs:
@@ -157,6 +165,7 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
         longest,
         pages=step.pages or None,
         states=states or None,
+        adapters=_adapters(step),
     )
 
 
@@ -191,4 +200,5 @@ def next_inputs(step: Step, sampled: list[int], num_sampled: int, page_size: int
         list(range(len(sequences))),
         1,
         num_sampled,
+        adapters=_adapters(step),
     )

@@ -22,6 +22,7 @@ from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages
 from vllm_module.runtime.text.prompts import (
     Prompt,
     Tokenization,
+    adapter_name,
     as_list,
     as_prompts,
     cache_salt,
@@ -55,6 +56,10 @@ class TextMethods:
         """Return the tokenizer. Raises ``CheckpointFormatError`` if there is none."""
         raise NotImplementedError
 
+    def _with_adapters(self, prompts: Sequence[Any], lora_request: Any) -> list[Any]:
+        """Return prompts with the names of their adapters, which are loaded if they have a path."""
+        raise NotImplementedError
+
     def _check(self, method: Literal["generate", "embed"]) -> None:
         """Raise if no request is served, whatever it is, or if the model is for another method."""
         raise NotImplementedError
@@ -65,6 +70,7 @@ class TextMethods:
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -77,6 +83,8 @@ class TextMethods:
             sampling_params: one for all prompts, or a sequence with one for each prompt; without,
                 :meth:`get_default_sampling_params`.
             use_tqdm: draw a progress bar on standard error; or what makes one, such as ``tqdm``.
+            lora_request: the adapter to compute with, a :class:`~vllm_module.LoRARequest` or the
+                name of a loaded one; or a sequence with one, or ``None``, for each prompt.
             tokenization_kwargs: ``add_special_tokens``, ``truncation`` and ``max_length``,
                 ``truncate_prompt_tokens``, ``do_lower_case``. What is too long loses its end.
             options: others of vLLM, with the values that change nothing.
@@ -97,7 +105,8 @@ class TextMethods:
         self._check("generate")
         most = self.engine.max_model_len - 1  # prompts that are cut leave room for a token
         tokenization = Tokenization.of(tokenization_kwargs, most)
-        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, tokenization)
+        listed = self._with_adapters(as_prompts(prompts), lora_request)
+        return self._generate(listed, sampling_params, use_tqdm, tokenization)
 
     def _generate(
         self,
@@ -171,6 +180,7 @@ class TextMethods:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: ContentFormat = "auto",
+        lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -178,7 +188,7 @@ class TextMethods:
 
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such lists.
-            sampling_params, use_tqdm: as for :meth:`generate`.
+            sampling_params, use_tqdm, lora_request: as for :meth:`generate`.
             chat_template: a template to use instead of the checkpoint's.
             add_generation_prompt: end the prompt with the beginning of the assistant's message.
             continue_final_message: have the last message continued, instead of a new one begun;
@@ -231,7 +241,8 @@ class TextMethods:
                 raise
             except ValueError as error:
                 prompts.append(error)
-        return self._generate(prompts, sampling_params, use_tqdm, tokenization)
+        listed = self._with_adapters(prompts, lora_request)
+        return self._generate(listed, sampling_params, use_tqdm, tokenization)
 
     def chat_prompt(
         self, messages: Messages, chat_template: str | None = None, /, **variables: Any
@@ -370,9 +381,9 @@ class TextMethods:
                 )
             if params.seed is None:
                 params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
-            salt = cache_salt(prompt)
+            name, salt = adapter_name(prompt), cache_salt(prompt)
             return self.engine.add(
-                request_id, ids, params, text, streamed=streamed, cache_salt=salt
+                request_id, ids, params, text, streamed=streamed, cache_salt=salt, adapter=name
             )
         except ValueError as error:
             return refused(request_id, text, ids, error)

@@ -7,10 +7,10 @@ in our public API and in the kernels, a page is called a block: ``block_size``, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 ROOT = 0  # the empty prefix, with which every sequence starts
-_Tokens = tuple[int | str, ...]  # tokens of a page; a sequence's first page may end with a salt
+_Tokens = tuple[Hashable, ...]  # tokens of a page; a sequence's first page may end with a salt
 
 
 class PagePool:
@@ -102,7 +102,7 @@ class PagePool:
             if not self._reference_counts[page]:
                 self._free[page] = None
 
-    def cache(self, page: int, prefix: int, tokens: Sequence[int], salt: str | None = None) -> int:
+    def cache(self, page: int, prefix: int, tokens: Sequence[int], salt: Hashable = None) -> int:
         """Cache ``page``, which holds ``tokens`` after ``prefix``; return the longer prefix.
 
         A sequence's first page is found only with the same ``salt``. If another page is cached with
@@ -117,7 +117,7 @@ class PagePool:
         return extended
 
     def find_cached(
-        self, tokens: Sequence[int], limit: int, salt: str | None = None
+        self, tokens: Sequence[int], limit: int, salt: Hashable = None
     ) -> list[tuple[int, int]]:
         """Return cached pages that hold the first of ``tokens``, each with the prefix it ends.
 
@@ -147,6 +147,6 @@ class PagePool:
         self._keys.clear()
 
 
-def _salted(tokens: Sequence[int], salt: str | None) -> _Tokens:
+def _salted(tokens: Sequence[int], salt: Hashable) -> _Tokens:
     """Return the tokens of a page as an index key, which differs for pages with another salt."""
     return tuple(tokens) if salt is None else (*tokens, salt)

@@ -218,6 +218,27 @@ class Executor:
                 self._everywhere("wake_up", caches)
                 self._wake(["weights", *caches])
 
+    def load_adapter(self, number: int, path: str) -> tuple[int, int]:
+        """Load an adapter on every rank; return its number of layers, and of bytes on this rank.
+
+        Raises what the ranks raise; then no rank has it.
+        """
+        try:
+            found: tuple[int, int] = self._everywhere("load_adapter", number, path)[self.rank]
+        except Exception:
+            if self._closed is None:
+                self.drop_adapter(number)
+            raise
+        return found
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter on every rank."""
+        self._everywhere("drop_adapter", number)
+
+    def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Update an adapter in place, on every rank. Raises what the ranks raise."""
+        self._everywhere("update_adapter", number, weights)
+
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and cache on every rank.
 

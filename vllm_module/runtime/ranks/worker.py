@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.adapters import Adapter, attach, base_names, detach, open_adapter
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.loader import find_and_load
 from vllm_module.build.model_source import ModelSource
@@ -19,6 +20,7 @@ from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConf
 from vllm_module.core.fill import refuse_nan
 from vllm_module.distributed import tensor_parallel, tensor_parallel_group
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
+from vllm_module.layers.lora import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.model_runner import ModelRunner, described_result
@@ -81,6 +83,8 @@ class Worker:
         self._took_update = True  # True if all of the last update was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
         self._dropped = False  # True if it sleeps without weights
+        self._adapter_rows = AdapterRows()
+        self._adapters: dict[int, Adapter] = {}
 
     @property
     def is_encoder(self) -> bool:
@@ -194,7 +198,7 @@ class Worker:
         )
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
         self.runner = ModelRunner(
-            self.model, self.device, config.max_num_seqs, most_pages, compiled
+            self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows
         )
         if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
             begin = time.monotonic()
@@ -278,6 +282,38 @@ class Worker:
         plan.report.raise_if_refused(type(self.model).__name__, touched=False)
         if not self.model.allow_nan:
             refuse_nan(plan.fills)
+
+    def load_adapter(self, number: int, path: str) -> tuple[int, int]:
+        """Load this rank's part of an adapter; return its number of layers, and of bytes.
+
+        Raises ``WeightLoadError`` if it does not fit the model; then nothing has changed.
+        """
+        if self.config.enable_torch_compile:
+            raise UnsupportedModelError(
+                "adapters are not computed where torch.compile fuses a model: leave out "
+                "enable_torch_compile"
+            )
+        with open_adapter(path) as (config, weights):
+            adapter = Adapter(self.model, config)
+            adapter.load(weights)
+        attach(adapter, number, self._adapter_rows)
+        self._adapters[number] = adapter
+        size = sum(each.nbytes for each in adapter.parameters())
+        return len(list(adapter.layers())), size
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter, if this rank has it."""
+        adapter = self._adapters.pop(number, None)
+        if adapter is not None:
+            detach(adapter, number)
+
+    def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Update A and B of an adapter in place, under PEFT's names.
+
+        Raises ``WeightLoadError`` if they do not fit; then nothing has changed.
+        """
+        adapter = self._adapters[number]
+        adapter.update_weights(base_names(weights, adapter.config))
 
     def weights_state(self) -> tuple[str | None, bool]:
         """Return why the model refuses to run, or None, and whether the last update was whole."""

@@ -17,6 +17,7 @@ class _Options(TypedDict, total=False):
     """Optional keys of a prompt; those for multimodal models in vLLM must be ``None``."""
 
     cache_salt: str | None
+    adapter: str | None
     multi_modal_data: None
     multi_modal_uuids: None
     mm_processor_kwargs: None
@@ -42,7 +43,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3  # number of refused prompts whose reasons one message has
-_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "adapter"}
 _TOKENIZATION = {
     "add_special_tokens", "truncation", "max_length", "truncate_prompt_tokens", "do_lower_case",
 }  # fmt: skip
@@ -82,6 +83,17 @@ def cache_salt(prompt: Any) -> str | None:
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f"cache_salt should be text that is not empty, got {shorten(salt)}")
     return salt
+
+
+def adapter_name(prompt: Any) -> str | None:
+    """Return the name of the adapter that a prompt asks for, if it does.
+
+    Raises ``ValueError`` for a name that is no text.
+    """
+    name = prompt.get("adapter") if isinstance(prompt, Mapping) else None
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"adapter should be the name of a loaded one, got {shorten(name)}")
+    return name
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""Methods of ``LLM`` on LoRA adapters: loading them, and taking new weights for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_module.base.messages import shorten
+from vllm_module.runtime.arguments import check_type
+from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.ranks.executor import Executor
+from vllm_module.runtime.served_adapter import LoRARequest, ServedAdapter
+from vllm_module.runtime.text.prompts import Prompt
+
+
+class AdapterMethods:
+    """The methods of :class:`~vllm_module.LLM` on adapters."""
+
+    engine: Engine
+    executor: Executor
+    _adapter_numbers: Iterator[int]
+
+    def load_adapter(self, name: str, path: str | Path) -> ServedAdapter:
+        """Load a LoRA adapter from a folder in PEFT's layout, on every rank.
+
+        Requests ask for it by ``lora_request`` of :meth:`generate`, or the key ``adapter`` of a
+        prompt. Their rows are computed with it, in one batch with those of other adapters and of
+        the model itself.
+
+        Raises:
+            ValueError: another adapter has this name.
+            WeightLoadError: the adapter does not fit the model, or cannot be computed; it is not
+                loaded, and requests continue.
+
+        """
+        check_type("name", name, "text", str)
+        check_type("path", path, "a folder", str, Path)
+        if not name:
+            raise ValueError("an adapter needs a name that is not empty")
+        with self.engine.alone():
+            self.executor.check()
+            if name in self.engine.adapters:
+                raise ValueError(
+                    f"an adapter is called {shorten(name)} already: unload_adapter it first, or "
+                    "give another name"
+                )
+            number = next(self._adapter_numbers)
+            layers, size = self.executor.load_adapter(number, str(path))
+            adapter = ServedAdapter(name, number, str(path), layers, size)
+            self.engine.adapters[name] = adapter
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter's memory on every rank.
+
+        Raises ``ValueError`` if there is none of this name, and ``RuntimeError`` while requests use
+        it.
+        """
+        with self.engine.alone():
+            self.executor.check()
+            adapter = self.engine.adapter(name)
+            used = sum(each.adapter is adapter for each in self.engine.requests.values())
+            if used:
+                raise RuntimeError(
+                    f"{used} requests use the adapter {shorten(name)}: wait for them, or abort them"
+                )
+            del self.engine.adapters[name]
+            self.executor.drop_adapter(adapter.number)
+
+    def update_adapter(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+        """Update A and B of an adapter in place, between two steps, on every rank.
+
+        Only they are sent. Names are PEFT's, as ``get_peft_model_state_dict`` has them; what is not
+        named stays. Running requests keep the keys and values that are computed. Outputs list the
+        versions: ``"0/sql@1"`` after the first update of ``sql``.
+
+        Raises:
+            ValueError: there is no adapter of this name.
+            WeightLoadError: the weights do not fit; nothing was changed.
+
+        """
+        check_type("weights", weights, "a mapping of names to tensors", Mapping)
+        with self.engine.alone():
+            self.executor.check()
+            adapter = self.engine.adapter(name)
+            self.executor.update_adapter(adapter.number, dict(weights))
+            adapter.updates += 1
+            self.engine.scheduler.reset_prefix_cache(adapter)
+
+    def list_adapters(self) -> list[ServedAdapter]:
+        """Return the adapters that are loaded, in the order of loading."""
+        with self.engine.reading():
+            return list(self.engine.adapters.values())
+
+    def _with_adapters(self, prompts: Sequence[Any], lora_request: Any) -> list[Any]:
+        """Return prompts with the names of their adapters, which are loaded if they have a path."""
+        if lora_request is None or lora_request == []:
+            return list(prompts)
+        one = isinstance(lora_request, (str, LoRARequest))
+        if not one and not isinstance(lora_request, Iterable):
+            raise ValueError(f"lora_request should be a LoRARequest, got {shorten(lora_request)}")
+        asked = [lora_request] * len(prompts) if one else list(lora_request)
+        if len(asked) != len(prompts):
+            raise ValueError(f"there are {len(asked)} lora_request for {len(prompts)} prompts")
+        names = [self._adapter_name(each) for each in asked]
+        return [
+            prompt if name is None or isinstance(prompt, ValueError) else with_adapter(prompt, name)
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+
+    def _adapter_name(self, asked: Any) -> str | None:
+        if asked is None or isinstance(asked, str):
+            return asked
+        name, path = getattr(asked, "lora_name", None), getattr(asked, "lora_path", None)
+        if not isinstance(name, str):
+            raise ValueError(f"lora_request should be a LoRARequest, got {shorten(asked)}")
+        known = self.engine.adapters.get(name)
+        if known is None and path:
+            self.load_adapter(name, path)
+        elif known is not None and path and Path(path) != Path(known.path):
+            raise ValueError(
+                f"the adapter {shorten(name)} was loaded from {shorten(known.path)}, and this one "
+                f"is in {shorten(path)}: give it another name"
+            )
+        return name
+
+
+def with_adapter(prompt: Prompt, name: str) -> dict[str, Any]:
+    """Return a prompt that asks for the adapter of this name."""
+    if isinstance(prompt, Mapping):
+        return {**prompt, "adapter": name}
+    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {key: prompt, "adapter": name}
