@@ -302,6 +302,85 @@ def test_a_model_from_outside_that_fails_is_refused(
     assert type(refused.value.__cause__).__name__ in text
 
 
+FAILING_TO_LOAD = """
+from vllm_module import vLLMModule
+from vllm_module.models.llama import LlamaForCausalLM
+
+class Part(vLLMModule):
+    {part}
+
+class OutsideForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.part = Part()
+
+    {whole}
+"""
+LOADING = {
+    "loads": ("", "def load_weights(self, w): raise {0}", "load_weights", 13),
+    "loads late": (
+        "",
+        "def load_weights(self, w): return super().load_weights(w), self._late()\n"
+        "    def _late(self): raise {0}",
+        "_late",
+        14,
+    ),
+    "processes": (
+        "def process_weights_after_loading(self): raise {0}", "",
+        "part.process_weights_after_loading", 6,
+    ),
+}  # fmt: skip
+ERRORS = ["BaseException('x')", "SystemExit(3)", "ValueError('x')", "OSError(2, 'x')"]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(("part", "whole", "where", "line"), LOADING.values(), ids=LOADING)
+def test_code_from_outside_that_fails_while_it_loads_is_named(
+    folder: Path, code: Path, part: str, whole: str, where: str, line: int, error: str
+) -> None:
+    """The message has the module's path, the method, the file, the line and the cause."""
+    body = [(each or "pass").replace("{0}", error) for each in (part, whole)]
+    code.write_text(FAILING_TO_LOAD.format(part=body[0], whole=body[1]))
+    with pytest.raises(UnsupportedModelError) as refused:
+        load_outside(folder, code)
+    kind = error.partition("(")[0].replace("OSError", "FileNotFoundError")
+    text = str(refused.value)
+    assert text.startswith(f"{where} of {code} fails in line {line} while weights are loaded: ")
+    assert kind in text
+    assert type(refused.value.__cause__).__name__ == kind
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "GeneratorExit", "MemoryError('x')"])
+@pytest.mark.parametrize("name", ["loads", "processes"])
+def test_interrupts_while_it_loads_stay_as_they_are(
+    folder: Path, code: Path, name: str, error: str
+) -> None:
+    part, whole, _, _ = LOADING[name]
+    body = [(each or "pass").replace("{0}", error) for each in (part, whole)]
+    code.write_text(FAILING_TO_LOAD.format(part=body[0], whole=body[1]))
+    with pytest.raises((KeyboardInterrupt, GeneratorExit, MemoryError)) as raised:
+        load_outside(folder, code)
+    assert type(raised.value).__name__ == error.partition("(")[0]
+
+
+def test_our_errors_below_code_from_outside_stay_as_they_are(folder: Path, code: Path) -> None:
+    """A bug or a failure of ours, which an override calls, is not the override's."""
+    whole = "def load_weights(self, w): return super().load_weights(5)"
+    code.write_text(FAILING_TO_LOAD.format(part="pass", whole=whole))
+    with pytest.raises(TypeError, match="is not iterable"):
+        load_outside(folder, code)
+
+
+def load_outside(folder: Path, code: Path) -> None:
+    config = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    overrides = {NAMES.get(name, name): value for name, value in config.items()}
+    overrides["tie_word_embeddings"] = True
+    get_model(
+        model_config=ModelConfig(model=str(folder), model_code=code, hf_overrides=overrides),
+        device_config=DeviceConfig(device="cpu"),
+    )
+
+
 @pytest.mark.parametrize("body", ["compute_logits = None", "compute_logits = 3"])
 def test_an_engine_needs_logits(folder: Path, code: Path, body: str) -> None:
     """A model without ``compute_logits`` is loaded by ``get_model``, and refused by an engine."""

@@ -263,6 +263,18 @@ def _quantization_beside(folder: Path, entries: Mapping[str, Any]) -> dict[str, 
     return {}
 
 
+def quantization_file(folder: Path, overrides: Mapping[str, Any]) -> Path | None:
+    """Return the file that says ``quantization_config`` for config.json; ``None`` if none does."""
+    path = folder / "config.json"
+    entries = {**read_json(path, folder), **overrides} if is_there(path) else {}
+    if entries.get("quantization_config") is not None:
+        return None
+    if not entries or isinstance(entries.get("quantization"), Mapping):
+        return None
+    files = (folder / name for name, _, _ in _QUANTIZATION_FILES)
+    return next(filter(is_there, files), None)
+
+
 def architectures_of(entries: Mapping[str, Any], path: Path) -> list[str]:
     """Return the names of architectures in ``entries``, those of the file at ``path``."""
     names = entries.get("architectures")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import MissingWeightError, UnsupportedModelError, WeightLoadError
 from vllm_module.hf_config import read_entries
@@ -204,3 +205,32 @@ def test_only_what_is_named_is_left_in_full_precision(modelopt: Any) -> None:
     model = loaded(modelopt("hf_quant_config.json"))
     assert isinstance(model.lm_head.quant_method, UnquantizedMethod)
     assert isinstance(model.model.layers[0].mlp.down_proj.quant_method, EightBitMethod)
+
+
+_WRONG = {
+    "hf_quant_config.json": {"quantization": {"quant_algo": "FP9"}},
+    "quantize_config.json": {"bits": 4, "group_size": "many"},
+    "quant_config.json": {"w_bit": "four", "q_group_size": 128},
+}
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_a_wrong_entry_is_told_of_the_file_that_has_it(tmp_path: Path, name: str) -> None:
+    """The same entries in config.json, or asked for, are told of no other file."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / name).write_text(json.dumps(_WRONG[name]))
+    said = f"{tmp_path / name} has these entries, not config.json"
+
+    def refusal(**settings: Any) -> str:
+        with pytest.raises(WeightLoadError) as refused:
+            ModelSource.find(ModelConfig(model=str(tmp_path), **settings))
+        return str(refused.value)
+
+    assert refusal().endswith(said)
+    stored = read_entries(tmp_path, {})["quantization_config"]
+    assert said not in refusal(hf_overrides={"quantization_config": stored})
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    assert said not in refusal()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vllm_module.base.messages import printable, printable_name
+from vllm_module.build.registry import blamed_while_loading
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
@@ -72,10 +73,14 @@ def load_from(
 
     pairs = own_tensors(model, weights).items() if recorded is None else recorded
     if isinstance(weights, ShardedState):
-        execute(plan_held(model, dict(pairs)), open_reader)
+        with blamed_while_loading(model):
+            execute(plan_held(model, dict(pairs)), open_reader)
     else:
         try:
-            with loading(model, pairs, open_reader=open_reader):
+            with (
+                blamed_while_loading(model),
+                loading(model, pairs, open_reader=open_reader),
+            ):
                 model.load_weights(pairs)  # overrides expect pairs
         except WeightLoadError as error:
             if error.report is not None and (advice := _lacking(weights, error.report)):

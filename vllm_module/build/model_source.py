@@ -20,7 +20,13 @@ from vllm_module.config import ModelConfig
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read_entries
+from vllm_module.hf_config import (
+    HFConfig,
+    architectures_of,
+    parse_config,
+    quantization_file,
+    read_entries,
+)
 from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
 from vllm_module.weights.dummy import DummyWeights
 from vllm_module.weights.joined import JoinedWeights
@@ -88,7 +94,13 @@ class ModelSource:
         manifest = read_manifest(source.folder) if is_sharded else None
         model = model if manifest is None else manifest.settle(model, config)
         stored = getattr(config, "quantization_config", None)
-        rules = rules_for(model.quantization, stored)
+        try:
+            rules = rules_for(model.quantization, stored)
+        except (CheckpointFormatError, UnsupportedModelError) as error:
+            file = quantization_file(source.folder, model.hf_overrides)
+            if file is not None:
+                error.args = (f"{error}. {printable(file)} has these entries, not config.json",)
+            raise
         is_dummy = load_format == "dummy"
         if is_dummy and isinstance(stored, Mapping) and stored.get("quant_method") == "gguf":
             raise UnsupportedModelError(

@@ -293,6 +293,38 @@ def blamed_on(cls: type) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def blamed_while_loading(model: vLLMModule) -> Iterator[None]:
+    """Turn exceptions of code from outside that loads or processes into ``UnsupportedModelError``.
+
+    They are those that a method of one of the model's modules raised last, and not our code on its
+    behalf, which reads. The message has the module's path. Errors about a checkpoint or about other
+    ranks are not changed, nor are interrupts.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, (*_NO_FAILURES, *_NOT_THE_MODELS)):
+            raise
+        if isinstance(error.__cause__, WaitLimitError) or _raised_in(error, _OF_OTHER_RANKS):
+            raise
+        paths = {id(module): path for path, module in model.named_modules()}
+        path: str | None = None
+        for frame, _ in walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("vllm_module."):
+                path = None
+            elif id(frame.f_locals.get("self")) in paths:
+                path, file = paths[id(frame.f_locals["self"])], frame.f_code.co_filename
+                method = frame.f_code.co_name
+        if path is None:
+            raise
+        whose = f"{path}.{method}" if path else method
+        raise UnsupportedModelError(
+            f"{printable_name(whose)} of {printable(file)} fails{_line(error, file)} while weights "
+            f"are loaded: {describe_error(error)}"
+        ) from error
+
+
 def _raised_in(error: BaseException, modules: tuple[str, ...]) -> bool:
     names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     return bool(names) and names[-1].startswith(modules)
