@@ -25,6 +25,7 @@ PUBLIC = [
     "CompletionOutput",
     "DeviceConfig",
     "EngineArgs",
+    "LoRARequest",
     "LoadConfig",
     "ModelConfig",
     "PoolingParams",
@@ -61,12 +62,16 @@ LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None
 LLM.from_engine_args(engine_args)
 LLM.get_tokenizer(self)
 LLM.get_default_sampling_params(self)
-LLM.generate(self, prompts, sampling_params=None, use_tqdm=True, *, tokenization_kwargs=None,
-    **options)
+LLM.generate(self, prompts, sampling_params=None, use_tqdm=True, *, lora_request=None,
+    tokenization_kwargs=None, **options)
 LLM.chat(self, messages, sampling_params=None, use_tqdm=True, *, chat_template=None,
     add_generation_prompt=True, continue_final_message=False, tools=None,
-    chat_template_kwargs=None, chat_template_content_format='auto', tokenization_kwargs=None,
-    **options)
+    chat_template_kwargs=None, chat_template_content_format='auto', lora_request=None,
+    tokenization_kwargs=None, **options)
+LLM.load_adapter(self, name, path)
+LLM.unload_adapter(self, name)
+LLM.update_adapter(self, name, weights)
+LLM.list_adapters(self)
 LLM.beam_search(self, prompts, params, *, use_tqdm=False, **options)
 LLM.get_metrics(self)
 LLM.stream(self, prompt, sampling_params=None)

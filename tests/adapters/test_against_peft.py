@@ -32,9 +32,9 @@ def assert_as_peft(tuned: Any, ranks: int, **settings: Any) -> None:
         before = logits_of(base, tuned.ids)
         adapter = load_adapter(base, tuned.adapter)
         attach(adapter, 5, rows)
-        rows.set([5], [len(tuned.ids)], CPU)
+        rows.set({0: 5}, [0, len(tuned.ids)], CPU)
         with_it = logits_of(base, tuned.ids)
-        rows.set([-1], [len(tuned.ids)], CPU)
+        rows.set({}, [0, len(tuned.ids)], CPU)
         without = logits_of(base, tuned.ids)
         detach(adapter, 5)
         return before, with_it, without, logits_of(base, tuned.ids)
@@ -112,7 +112,7 @@ def test_sixteen_adapters_in_one_batch(tuned: Callable[[str], Any], tmp_path: Pa
         names = [["q_proj", "v_proj"], ["gate_proj"], ["o_proj", "k_proj", "down_proj"]][number % 3]
         peft_model = adapt(model, path, number, r=rank, target_modules=names)
         attach(load_adapter(base, path), number, rows)
-        rows.set([number], [len(ids)], CPU)
+        rows.set({0: number}, [0, len(ids)], CPU)
         expected[number] = logits_of(base, ids)
         if number < 3:
             with torch.no_grad():
@@ -122,10 +122,11 @@ def test_sixteen_adapters_in_one_batch(tuned: Callable[[str], Any], tmp_path: Pa
     q = base.model.layers[0].self_attn.qkv_proj
     x = torch.randn(len(ids), 32, generator=generator)
     whose = torch.randint(-1, 16, (len(ids),), generator=generator).tolist()
-    rows.set(whose, [1] * len(ids), CPU)
+    adapted = {row: each for row, each in enumerate(whose) if each >= 0}
+    rows.set(adapted, [*range(len(ids) + 1)], CPU)
     mixed = q(x)
     for number in {*whose}:
-        rows.set([number], [len(ids)], CPU)
+        rows.set({0: number} if number >= 0 else {}, [0, len(ids)], CPU)
         alone = q(x)
         mine = [row for row, each in enumerate(whose) if each == number]
         if number < 0:
@@ -147,7 +148,7 @@ def test_an_update_is_in_place(tuned: Callable[[str], Any], tmp_path: Path) -> N
     with open_adapter(tmp_path) as (_, weights):
         adapter.update_weights(weights)
     assert {path: each.data_ptr() for path, each in adapter.named_parameters()} == memory
-    rows.set([0], [len(one.ids)], CPU)
+    rows.set({0: 0}, [0, len(one.ids)], CPU)
     torch.testing.assert_close(logits_of(base, one.ids), want, rtol=0, atol=1e-5)
 
 
@@ -159,7 +160,7 @@ def test_bfloat16(tuned: Callable[[str], Any], tmp_path: Path) -> None:
     base = load_base(one.base, dtype="bfloat16")
     rows = AdapterRows()
     attach(load_adapter(base, tmp_path), 0, rows)
-    rows.set([0], [len(one.ids)], CPU)
+    rows.set({0: 0}, [0, len(one.ids)], CPU)
     got = logits_of(base, one.ids).float()
     with torch.no_grad():
         want = theirs(one.ids[None]).logits[0].float()

@@ -20,6 +20,7 @@ from vllm_module.config import EngineConfig
 from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d
 from vllm_module.kernels.recurrent.mamba2_scan import mamba2_scan
 from vllm_module.layers import Attention, AttentionMetadata, RecurrentLayer
+from vllm_module.layers.lora import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes, state_layers
@@ -325,6 +326,7 @@ def test_states_are_saved_only_where_that_is_asked_for(
 def test_a_worker_releases_states_when_it_closes(caching: bool | None, slots: int) -> None:
     """Then it can start again, as after a sleep."""
     worker = Worker.__new__(Worker)
+    worker._adapter_rows = AdapterRows()
     worker.config = EngineConfig(max_num_seqs=2, swap_space=0.01, enable_prefix_caching=caching)
     worker.model = Hybrid()
     worker.device, worker.cache_dtype, worker._shape = CPU, torch.float32, None

@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vllm_module import vLLMModule
 from vllm_module.config import EngineConfig
+from vllm_module.layers.lora import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.ranks import worker as workers
@@ -208,6 +209,7 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     monkeypatch.setattr(workers, "StateCache", lambda *_: None)
     monkeypatch.setattr(workers, "ModelRunner", lambda *_: runner)
     worker = Worker.__new__(Worker)  # a model would have to be on the GPU
+    worker._adapter_rows = AdapterRows()
     worker.config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=9, enforce_eager=eager)
     worker.device, worker.model, worker.cache_dtype = torch.device("cuda:0"), None, torch.float32
     worker.source = SimpleNamespace(config=SimpleNamespace(vocab_size=7), dtype=torch.float32)

@@ -8,6 +8,7 @@ B for each slot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -76,12 +77,19 @@ class AdapterRows:
         self._numbers = torch.empty(0, dtype=torch.int64)  # adapter of each row, on the host
         self._of_row = self._numbers
 
-    def set(self, adapters: list[int], counts: list[int], device: torch.device) -> None:
-        """Set them for the rows of a step: for each sequence its adapter, or -1, and its rows."""
-        self.groups = []
-        if adapters:
-            numbers = torch.tensor(adapters).repeat_interleave(torch.tensor(counts))
-            self._set(numbers, device)
+    def set(self, adapters: Mapping[int, int], starts: list[int], device: torch.device) -> None:
+        """Set them for a step.
+
+        Args:
+            adapters: by index of a sequence, the number of its adapter, if it has one.
+            starts: the first row of each sequence, and the end of the last one's.
+            device: of the rows.
+
+        """
+        numbers = torch.full((starts[-1],), -1)
+        for sequence, adapter in adapters.items():
+            numbers[starts[sequence] : starts[sequence + 1]] = adapter
+        self._set(numbers, device)
 
     def select(self, rows: list[int]) -> None:
         """Go on with some rows of the step, such as those whose logits are computed."""

@@ -88,7 +88,7 @@ class AdapterMethods:
             adapter = self.engine.adapter(name)
             self.executor.update_adapter(adapter.number, dict(weights))
             adapter.updates += 1
-            self.engine.scheduler.reset_prefix_cache(adapter)
+            self.engine.scheduler.reset_prefix_cache()
 
     def list_adapters(self) -> list[ServedAdapter]:
         """Return the adapters that are loaded, in the order of loading."""
@@ -97,7 +97,7 @@ class AdapterMethods:
 
     def _with_adapters(self, prompts: Sequence[Any], lora_request: Any) -> list[Any]:
         """Return prompts with the names of their adapters, which are loaded if they have a path."""
-        if lora_request is None or lora_request == []:
+        if isinstance(lora_request, Sequence) and not lora_request:
             return list(prompts)
         one = isinstance(lora_request, (str, LoRARequest))
         if not one and not isinstance(lora_request, Iterable):

@@ -28,7 +28,7 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disable_sliding_window": (False,),
     "enable_chunked_prefill": (True,),
     "enable_eplb": (False,),
-    "enable_lora": (...,),
+    "enable_lora": (False, True),
     "enable_prompt_embeds": (False,),
     "enable_return_routed_experts": (False,),
     "enable_sleep_mode": (...,),
@@ -188,6 +188,7 @@ SAMPLING_ARGUMENTS: Accepted = {
 REQUEST_ARGUMENTS: Accepted = {
     "chat_template": (),
     "concurrency_limit": (...,),
+    "lora_request": ([],),
     "mm_processor_kwargs": ({},),
     "pooling_params": (),
     "priority": (0,),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from array import array
 from bisect import bisect_left
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -94,9 +93,8 @@ class ModelRunner:
         """
         count, size = len(inputs.input_ids), self._graph_size(inputs)
         padded, pieces = size, self._pieces
-        starts = inputs.query_start_loc
-        counts = [end - first for first, end in pairwise(starts)] if inputs.adapters else []
-        self._adapters.set(inputs.adapters, counts, self.device)
+        if inputs.adapters or self._adapters.groups:
+            self._adapters.set(inputs.adapters, inputs.query_start_loc, self.device)
         if size is None and pieces is not None and not inputs.adapters:
             padded = pieces.size_for(count)
         padding = 0 if padded is None else padded - count
@@ -127,7 +125,8 @@ class ModelRunner:
             assert pieces is not None, "they have this size"
             with blamed_on(self._cls):
                 hidden = pieces.run(step[0], step[1], metadata)
-        self._adapters.select(inputs.rows)
+        if inputs.adapters:
+            self._adapters.select(inputs.rows)
         return self._logits(hidden, rows)
 
     def first_tokens(self, logits: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from operator import attrgetter
 from vllm_module.runtime.cache.allocator import Allocator
 from vllm_module.runtime.cache.page_pool import ROOT, PagePool
 from vllm_module.runtime.sequence import Request, Sequence
-from vllm_module.runtime.served_adapter import ServedAdapter
 from vllm_module.runtime.step_inputs import Step
 
 _BY_ARRIVAL = attrgetter("request.arrival", "index")  # sort key of sequences
@@ -158,7 +157,7 @@ class Scheduler(Allocator):
                 index = sequence.num_cached_pages
                 tokens = sequence.tokens[index * size : (index + 1) * size]
                 page = sequence.pages[index]
-                salt = sequence.request.page_salt if index == 0 else None
+                salt = sequence.request.cache_salt if index == 0 else None
                 sequence.prefix = self.pool.cache(page, sequence.prefix, tokens, salt)
                 sequence.num_cached_pages += 1
             if sequence.saved_at and sequence.num_computed == sequence.saved_at[0]:
@@ -223,24 +222,17 @@ class Scheduler(Allocator):
         self.host.reset()
         self._free_all()
 
-    def reset_prefix_cache(self, adapter: ServedAdapter | None = None) -> None:
-        """Evict all cached pages, so that later prompts reuse none, as after a weight update.
-
-        After an update of an ``adapter``, later prompts look for other pages than before, so only
-        its running sequences must cache no more.
-        """
-        if adapter is None:
-            self.pool.evict_all()
-            self.saved.forget_all()
+    def reset_prefix_cache(self) -> None:
+        """Evict all cached pages, so that later prompts reuse none, as after a weight update."""
+        self.pool.evict_all()
+        self.saved.forget_all()
         for sequence in (*self.running, *self.waiting):
-            if adapter is not None and sequence.request.adapter is not adapter:
-                continue
             sequence.prefix = self.pool.new_prefix()  # no prompt can find this prefix
             sequence.saved_at = []
 
     def _fits(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence could be admitted."""
-        if not self._adapter_fits(sequence):
+        if sequence.request.adapter is not None and not self._adapter_fits(sequence):
             return False
         if sequence.host_pages:
             return self._swap_fits(sequence)
@@ -248,11 +240,8 @@ class Scheduler(Allocator):
 
     def _adapter_fits(self, sequence: Sequence) -> bool:
         """Return whether the running sequences have few enough adapters with this one's."""
-        adapter = sequence.request.adapter
-        if adapter is None:
-            return True
         running = {each.request.adapter for each in self.running} - {None}
-        return adapter in running or len(running) < self.max_loras
+        return sequence.request.adapter in running or len(running) < self.max_loras
 
     def _start(self, sequence: Sequence, most: int, step: Step, *, reuse: bool = True) -> int:
         """Start a waiting sequence, with at most ``most`` tokens in the step.
@@ -282,7 +271,7 @@ class Scheduler(Allocator):
 
     def _admit(self, sequence: Sequence, step: Step, *, reuse: bool) -> bool:
         """Assign pages to a waiting sequence; return whether pages for all its tokens are free."""
-        if not self._adapter_fits(sequence):
+        if sequence.request.adapter is not None and not self._adapter_fits(sequence):
             return False
         if sequence.host_pages:
             return self._swap_in(sequence, step)

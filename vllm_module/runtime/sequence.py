@@ -101,7 +101,8 @@ class Request:
             cached pages held them; ``None`` before the prompt is begun.
         bad_words: tokens of each text that may not be generated.
         grammar: what the output must follow, at its beginning.
-        cache_salt: salt of the prompt; cached pages are shared only among equal salts.
+        cache_salt: cached pages are shared only among equal salts: that of the prompt, with the
+            adapter and the number of its updates if it has one.
         adapter: the adapter that it is computed with; ``None`` for the model itself.
 
     """
@@ -119,7 +120,7 @@ class Request:
     num_cached_tokens: int | None = None
     bad_words: list[list[int]] = field(default_factory=list)
     grammar: Grammar | None = None
-    cache_salt: str | None = None
+    cache_salt: Hashable = None
     adapter: ServedAdapter | None = None
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
 
@@ -137,14 +138,6 @@ class Request:
         grammar = None if self.grammar is None else self.grammar.copy()
         tokens = list(self.prompt_token_ids)
         return Sequence(self, len(self.sequences), tokens, uniform, grammar=grammar)
-
-    @property
-    def page_salt(self) -> Hashable:
-        """What the keys and values of its first page depend on, beside the tokens."""
-        adapter = self.adapter
-        if adapter is None:
-            return self.cache_salt
-        return adapter.number, adapter.updates, self.cache_salt
 
     @property
     def finished(self) -> bool:

@@ -78,7 +78,7 @@ class StepInputs:
         max_query_len: largest number of tokens of a sequence in this step.
         num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
             ``num_sampled`` tokens that the step before has chosen, which are on the device.
-        adapters: number of each sequence's adapter, -1 for none; empty if no sequence has one.
+        adapters: by index of a sequence, the number of its adapter, if it has one.
         pages, states: what is copied before that, as in :class:`Step`, with the copies of saved
             states; ``None`` for nothing. The slot of a sequence's state is the row of its block
             table.
@@ -98,13 +98,7 @@ class StepInputs:
     num_sampled: int = 0
     pages: Moves | None = None
     states: Moves | None = None
-    adapters: list[int] = field(default_factory=list)
-
-
-def _adapters(step: Step) -> list[int]:
-    """Return the number of each sequence's adapter; nothing if no sequence has one."""
-    used = [sequence.request.adapter for sequence, _ in step.scheduled]
-    return [-1 if each is None else each.number for each in used] if any(used) else []
+    adapters: dict[int, int] = field(default_factory=dict)
 
 
 def step_inputs(step: Step, page_size: int) -> StepInputs:
@@ -116,10 +110,12 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
     ids: list[int] = []
     positions: list[int] = []
     slot_mapping: list[int] = []
-    context_lens, query_start_loc, table_rows = [], [0], []
+    context_lens: list[int] = []
+    query_start_loc, table_rows = [0], []
     new_pages: list[tuple[int, int, list[int]]] = []
     prompt_rows: list[int] = []
     last_rows: list[int] = []
+    adapters: dict[int, int] = {}
     longest = most_pages = 0
     for sequence, count in step.scheduled:
         pages, tokens, start = sequence.pages, sequence.tokens, sequence.num_computed
@@ -135,6 +131,8 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
                 pages[position // page_size] * page_size + position % page_size
                 for position in range(start, end)
             ]
+        if sequence.request.adapter is not None:
+            adapters[len(context_lens)] = sequence.request.adapter.number
         context_lens.append(end)
         query_start_loc.append(len(ids))
         table_rows.append(sequence.row)
@@ -165,7 +163,7 @@ def step_inputs(step: Step, page_size: int) -> StepInputs:
         longest,
         pages=step.pages or None,
         states=states or None,
-        adapters=_adapters(step),
+        adapters=adapters,
     )
 
 
@@ -200,5 +198,9 @@ def next_inputs(step: Step, sampled: list[int], num_sampled: int, page_size: int
         list(range(len(sequences))),
         1,
         num_sampled,
-        adapters=_adapters(step),
+        adapters={
+            index: sequence.request.adapter.number
+            for index, sequence in enumerate(sequences)
+            if sequence.request.adapter is not None
+        },
     )

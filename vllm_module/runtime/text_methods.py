@@ -22,13 +22,12 @@ from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages
 from vllm_module.runtime.text.prompts import (
     Prompt,
     Tokenization,
-    adapter_name,
     as_list,
     as_prompts,
-    cache_salt,
     prompt_text,
     refused,
     report_refused,
+    request_options,
     token_ids,
 )
 from vllm_module.runtime.text.template_process import TemplateProcess
@@ -105,7 +104,9 @@ class TextMethods:
         self._check("generate")
         most = self.engine.max_model_len - 1  # prompts that are cut leave room for a token
         tokenization = Tokenization.of(tokenization_kwargs, most)
-        listed = self._with_adapters(as_prompts(prompts), lora_request)
+        listed = as_prompts(prompts)
+        if lora_request is not None:
+            listed = self._with_adapters(listed, lora_request)
         return self._generate(listed, sampling_params, use_tqdm, tokenization)
 
     def _generate(
@@ -241,8 +242,9 @@ class TextMethods:
                 raise
             except ValueError as error:
                 prompts.append(error)
-        listed = self._with_adapters(prompts, lora_request)
-        return self._generate(listed, sampling_params, use_tqdm, tokenization)
+        if lora_request is not None:
+            prompts = self._with_adapters(prompts, lora_request)
+        return self._generate(prompts, sampling_params, use_tqdm, tokenization)
 
     def chat_prompt(
         self, messages: Messages, chat_template: str | None = None, /, **variables: Any
@@ -381,9 +383,8 @@ class TextMethods:
                 )
             if params.seed is None:
                 params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
-            name, salt = adapter_name(prompt), cache_salt(prompt)
             return self.engine.add(
-                request_id, ids, params, text, streamed=streamed, cache_salt=salt, adapter=name
+                request_id, ids, params, text, streamed=streamed, **request_options(prompt)
             )
         except ValueError as error:
             return refused(request_id, text, ids, error)

@@ -27,10 +27,12 @@ from vllm_module.server.protocol import (
     DetokenizeBody,
     EmbeddingBody,
     EmptyBody,
+    LoadAdapterBody,
     MessagesBody,
     PauseBody,
     ResponsesBody,
     TokenizeBody,
+    UnloadAdapterBody,
     UpdateBody,
 )
 from vllm_module.server.responses import responses
@@ -54,6 +56,8 @@ ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
     ("POST", "/pause", "admin", PauseBody, operations.pause),
     ("POST", "/resume", "admin", EmptyBody, operations.resume),
     ("POST", "/update_weights", "admin", UpdateBody, operations.update_weights),
+    ("POST", "/v1/load_lora_adapter", "admin", LoadAdapterBody, operations.load_adapter),
+    ("POST", "/v1/unload_lora_adapter", "admin", UnloadAdapterBody, operations.unload_adapter),
     ("POST", "/abort", "admin", AbortBody, operations.abort),
 )
 

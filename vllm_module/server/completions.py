@@ -27,6 +27,7 @@ async def completions(state: State, body: CompletionBody) -> Answer:
     """Continue prompts; with ``echo``, answer with the prompt's text and logprobs, too."""
     llm = state.engine(body.model)
     prompts = await state.prompts("prompt", body.prompt, body.add_special_tokens, body.cache_salt)
+    prompts = [{**prompt, **state.adapter(body.model)} for prompt in prompts]
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens should be 1 or more, or 0 with echo", "max_tokens")
     params = sampling_params(

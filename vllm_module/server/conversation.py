@@ -51,6 +51,7 @@ class Conversation:
         llm = state.engine(body.model)
         form = AnswerForm.of(body, state.formats)
         prompt = await state.chat_prompt(checked_messages(body.messages), body, form.tools)
+        prompt |= state.adapter(body.model)
         if body.cache_salt is not None:
             prompt["cache_salt"] = body.cache_salt
         shows_special = form.reads_marks and "skip_special_tokens" not in body.sampling

@@ -8,7 +8,14 @@ from vllm_module.base.version import __version__
 from vllm_module.runtime.llm import LLM
 from vllm_module.server.errors import ApiError
 from vllm_module.server.metrics import prometheus_text
-from vllm_module.server.protocol import AbortBody, EmptyBody, PauseBody, UpdateBody
+from vllm_module.server.protocol import (
+    AbortBody,
+    EmptyBody,
+    LoadAdapterBody,
+    PauseBody,
+    UnloadAdapterBody,
+    UpdateBody,
+)
 from vllm_module.server.state import State
 from vllm_module.weights.source import find_source, open_weights
 
@@ -46,7 +53,7 @@ async def metrics(state: State, _: EmptyBody) -> str:
 
 
 async def models(state: State, _: EmptyBody) -> dict[str, Any]:
-    """List the names of the model."""
+    """List the names of the model, and its adapters."""
     llm = state.engine().llm
     entries = [
         {
@@ -59,6 +66,10 @@ async def models(state: State, _: EmptyBody) -> dict[str, Any]:
             "max_model_len": llm.model_config.max_model_len,
         }
         for name in state.names
+    ]
+    entries += [
+        {**entries[0], "id": each.name, "root": each.path, "parent": state.names[0]}
+        for each in llm.list_adapters()
     ]
     return {"object": "list", "data": entries}
 
@@ -84,6 +95,27 @@ async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
 
     await state.engine().call(update)
     return {"weight_version": state.engine().weight_version}
+
+
+async def load_adapter(state: State, body: LoadAdapterBody) -> dict[str, Any]:
+    """Load an adapter between two steps; its name is that of a model then."""
+    if body.lora_name in state.names:
+        raise ApiError(400, f"the model is called {body.lora_name!r}", "lora_name")
+    await state.engine().call(lambda llm: llm.load_adapter(body.lora_name, body.lora_path))
+    return {"status": "loaded"}
+
+
+async def unload_adapter(state: State, body: UnloadAdapterBody) -> dict[str, Any]:
+    """Unload an adapter that no request uses."""
+
+    def unload(llm: LLM) -> None:
+        try:
+            llm.unload_adapter(body.lora_name)
+        except RuntimeError as error:
+            raise ApiError(409, str(error), "lora_name") from None
+
+    await state.engine().call(unload)
+    return {"status": "unloaded"}
 
 
 async def weight_version(state: State, _: EmptyBody) -> dict[str, Any]:

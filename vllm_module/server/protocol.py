@@ -253,6 +253,20 @@ class UpdateBody(Body):
     weight_version: str | None = None
 
 
+class LoadAdapterBody(Body):
+    """The body of /v1/load_lora_adapter: a name, and a folder in PEFT's layout."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Body):
+    """The body of /v1/unload_lora_adapter; the number is vLLM's."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 class AbortBody(Body):
     """The body of /abort."""
 

@@ -54,10 +54,15 @@ class State:
         """Return the engine. Raises ``ApiError`` if it is loading, or has not this name."""
         if self.llm is None:
             raise ApiError(503, "the model is loading: try again later", code="loading")
-        if model is not None and model not in self.names:
-            message = f"the model {model[:200]!r} does not exist: this is {', '.join(self.names)}"
+        names = [*self.names, *self.llm.llm.engine.adapters]
+        if model is not None and model not in names:
+            message = f"the model {model[:200]!r} does not exist: this is {', '.join(names)}"
             raise ApiError(404, message, "model", "model_not_found")
         return self.llm
+
+    def adapter(self, model: str | None) -> dict[str, str]:
+        """Return what a prompt says of the adapter that a request names as its model."""
+        return {} if model is None or model in self.names else {"adapter": model}
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises ``ValueError`` if there is none."""

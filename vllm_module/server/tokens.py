@@ -17,6 +17,8 @@ from vllm_module.server.state import State
 async def embeddings(state: State, body: EmbeddingBody) -> dict[str, Any]:
     """Embed prompts with an encoder."""
     llm = state.engine(body.model)
+    if state.adapter(body.model):
+        raise ApiError(400, "adapters generate text: ask the model itself", "model")
     prompts = await state.prompts("input", body.input)
     params = PoolingParams(dimensions=body.dimensions)
     outputs = await llm.embed(prompts, pooling_params=params)

@@ -64,7 +64,7 @@ class Allocator:
         if self.prefix_caching and reuse and sequence.request.params.prompt_logprobs is None:
             # The last token is always computed, because its logits give the next one.
             limit = (len(sequence.tokens) - 1) // pool.page_size
-            found = pool.find_cached(sequence.tokens, limit, sequence.request.page_salt)
+            found = pool.find_cached(sequence.tokens, limit, sequence.request.cache_salt)
         num_known = len(found)
         while found and self.has_states and found[-1][1] not in self.saved:
             found.pop()

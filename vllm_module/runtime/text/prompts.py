@@ -74,26 +74,32 @@ def prompt_text(prompt: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def cache_salt(prompt: Any) -> str | None:
-    """Return the salt of a prompt, which shares cached pages only with prompts of equal salt.
+class RequestOptions(TypedDict, total=False):
+    """What a prompt says of its request: the salt of its cached pages, and its adapter."""
 
-    Raises ``ValueError`` for a salt that is no text, or empty.
+    cache_salt: str
+    adapter: str
+
+
+def request_options(prompt: Any) -> RequestOptions:
+    """Return what a prompt says of its request.
+
+    A prompt shares cached pages only with prompts of equal salt.
+
+    Raises ``ValueError`` for a salt that is no text, or empty, and for an adapter that is no name.
     """
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ValueError(f"cache_salt should be text that is not empty, got {shorten(salt)}")
-    return salt
-
-
-def adapter_name(prompt: Any) -> str | None:
-    """Return the name of the adapter that a prompt asks for, if it does.
-
-    Raises ``ValueError`` for a name that is no text.
-    """
-    name = prompt.get("adapter") if isinstance(prompt, Mapping) else None
-    if name is not None and not isinstance(name, str):
-        raise ValueError(f"adapter should be the name of a loaded one, got {shorten(name)}")
-    return name
+    found = RequestOptions()
+    if not isinstance(prompt, Mapping):
+        return found
+    salt, adapter = prompt.get("cache_salt"), prompt.get("adapter")
+    if salt is not None:
+        if not isinstance(salt, str) or not salt:
+            raise ValueError(f"cache_salt should be text that is not empty, got {shorten(salt)}")
+        found["cache_salt"] = salt
+    if adapter is not None:
+        check_type("adapter", adapter, "the name of a loaded one", str)
+        found["adapter"] = adapter
+    return found
 
 
 @dataclass(frozen=True)

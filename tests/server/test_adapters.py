@@ -1,0 +1,106 @@
+"""Adapters are models of a server, which operators load and unload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm_module import LLM, SamplingParams
+
+ADMIN = "sk-admin"
+TEXT = "hello adapters"
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        tuned = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        )
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    tuned.save_pretrained(path)
+    return path
+
+
+def test_an_adapter_is_a_model(server: Any, sync: LLM, adapter: Path) -> None:
+    """It is loaded, listed, asked by its name beside the model, and unloaded."""
+    given = {"lora_name": "tuned", "lora_path": str(adapter)}
+    assert server.ask("POST", "/v1/load_lora_adapter", given)[0] == 401
+    code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
+    assert (code, answer) == (200, {"status": "loaded"})
+    try:
+        for name, why in (("tuned", "called 'tuned' already"), ("tiny", "called 'tiny'")):
+            code, answer = server.ask(
+                "POST", "/v1/load_lora_adapter", {**given, "lora_name": name}, ADMIN
+            )
+            assert code == 400
+            assert why in answer["error"]["message"]
+        client = server.client()
+        listed = {each.id: each.model_dump() for each in client.models.list().data}
+        assert listed.keys() == {"tiny", "other-name", "tuned"}
+        assert listed["tuned"]["parent"] == "tiny"
+        assert listed["tuned"]["root"] == str(adapter)
+
+        sync.load_adapter("tuned", adapter)
+        params = SamplingParams(temperature=0, max_tokens=12)
+        expected = {
+            name: sync.generate(TEXT, params, use_tqdm=False, lora_request=asked)[0].outputs[0].text
+            for name, asked in (("tiny", None), ("tuned", "tuned"))
+        }
+        assert expected["tiny"] != expected["tuned"]
+        for name, text in expected.items():
+            answer = client.completions.create(
+                model=name, prompt=TEXT, max_tokens=12, temperature=0
+            )
+            assert (answer.model, answer.choices[0].text) == (name, text)
+        said = {
+            name: client.chat.completions.create(
+                model=name,
+                messages=[{"role": "user", "content": TEXT}],
+                max_tokens=12,
+                temperature=0,
+            )
+            .choices[0]
+            .message.content
+            for name in expected
+        }
+        assert said["tiny"] != said["tuned"]
+        code, answer = server.ask("POST", "/v1/embeddings", {"model": "tuned", "input": TEXT})
+        assert code == 400
+        assert "adapters generate text" in answer["error"]["message"]
+        with client.completions.create(
+            model="tuned", prompt=TEXT, max_tokens=900, stream=True
+        ) as stream:
+            next(iter(stream))
+            code, answer = server.ask(
+                "POST", "/v1/unload_lora_adapter", {"lora_name": "tuned"}, ADMIN
+            )
+            assert code == 409
+            assert "1 requests use the adapter" in answer["error"]["message"]
+    finally:
+        while (
+            server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "tuned"}, ADMIN)[0] == 409
+        ):
+            pass
+    with pytest.raises(openai.NotFoundError, match="'tuned' does not exist"):
+        client.completions.create(model="tuned", prompt=TEXT)
+    code, answer = server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "tuned"}, ADMIN)
+    assert code == 400
+    assert "no adapter is called 'tuned'" in answer["error"]["message"]
+
+
+def test_a_wrong_folder(server: Any, tmp_path: Path) -> None:
+    given = {"lora_name": "wrong", "lora_path": str(tmp_path)}
+    code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
+    assert code == 400
+    assert "adapter_config.json" in answer["error"]["message"]
