@@ -7,7 +7,6 @@ example. ``olmo2.py`` and ``cohere.py`` have decoder layers of their own.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,10 +17,12 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import (
     AttentionMetadata,
     ParallelLMHead,
+    Passed,
     Positions,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
+    StageParts,
     VocabParallelEmbedding,
 )
 
@@ -63,7 +64,7 @@ class DecoderLayer(vLLMModule):
 
 
 class DecoderModel(vLLMModule):
-    """The embedding, the decoder layers and the final norm."""
+    """The embedding, the decoder layers and the final norm, or those of a pipeline stage."""
 
     norm_class: type[nn.Module] = RMSNorm  # as in DecoderLayer
     is_neox_style = True  # as in RotaryEmbedding
@@ -73,15 +74,15 @@ class DecoderModel(vLLMModule):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        vocabulary, hidden = config.vocab_size, config.hidden_size
+        self.parts = parts = StageParts(config.num_hidden_layers, config.tie_word_embeddings)
+        self.embed_tokens = parts.embedding(lambda: VocabParallelEmbedding(vocabulary, hidden))
         # One that all layers share, or one for each layer type.
         rotary_embs = RotaryEmbedding.of_layers(config, self.is_neox_style)
         self.rotary_emb = next(rotary_embs)  # where a checkpoint may have its frequencies
-        self.layers = nn.ModuleList(
-            self.layer_class(config, rotary_emb, layer_idx)
-            for layer_idx, rotary_emb in enumerate(chain((self.rotary_emb,), rotary_embs))
-        )
-        norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        of_layers = [self.rotary_emb, *rotary_embs]
+        self.layers = parts.layers(lambda idx: self.layer_class(config, of_layers[idx], idx))
+        norm = parts.only_last(lambda: self.norm_class(hidden, config.rms_norm_eps))
         self.add_module(self.final_norm, norm)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -89,15 +90,20 @@ class DecoderModel(vLLMModule):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
-        hidden_states = self.embed_input_ids(input_ids)
-        residual = torch.zeros_like(hidden_states)
+    ) -> torch.Tensor | Passed:
+        if isinstance(input_ids, tuple):
+            hidden_states, residual = input_ids
+        else:
+            hidden_states = self.embed_input_ids(input_ids)
+            residual = torch.zeros_like(hidden_states)
         shared = Positions(positions)
-        for layer in self.layers:
+        for layer in self.parts.held(self.layers):
             hidden_states, residual = layer(shared, hidden_states, residual, metadata)
+        if not self.parts.stage.is_last:
+            return hidden_states, residual
         hidden_states, _ = getattr(self, self.final_norm)(hidden_states, residual)
         return hidden_states
 
@@ -111,7 +117,8 @@ class DecoderForCausalLM(vLLMModule):
         super().__init__()
         self.config = config
         self.model = self.model_class(config)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        vocabulary, hidden = config.vocab_size, config.hidden_size
+        self.lm_head = self.model.parts.head(lambda: ParallelLMHead(vocabulary, hidden))
         projections = [each for each in self.modules() if isinstance(each, QKVParallelLinear)]
         if config.stored_rotary_pairs and not all(
             any(slot.pairs for slot in each.output.slots) for each in projections
@@ -121,18 +128,19 @@ class DecoderForCausalLM(vLLMModule):
                 "stored_rotary_pairs of config.json says they are: expected a model with Llama's "
                 "attention"
             )
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and self.model.parts.has_head:
             self.lm_head.tie_weights(self.model.embed_tokens)
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Passed:
         """Map token ids and positions, ``[tokens]`` each, to hidden states.
 
-        Without ``metadata`` the tokens are one whole sequence.
+        Without ``metadata`` the tokens are one whole sequence. A pipeline stage gets what the stage
+        before it returned in place of token ids; only the last one returns hidden states.
         """
         return self.model(input_ids, positions, metadata)
 

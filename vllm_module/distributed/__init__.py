@@ -3,12 +3,15 @@
 from vllm_module.distributed.exchange import failure_of_others, together
 from vllm_module.distributed.groups import (
     ExpertParallelGroup,
+    PipelineStage,
     ProcessGroup,
     SimulatedGroup,
     TensorParallelGroup,
     expert_parallel,
     expert_parallel_group,
     message_group,
+    pipeline_parallel,
+    pipeline_stage,
     run_ranks,
     surrounding_group,
     tensor_parallel,
@@ -17,6 +20,7 @@ from vllm_module.distributed.groups import (
 
 __all__ = [
     "ExpertParallelGroup",
+    "PipelineStage",
     "ProcessGroup",
     "SimulatedGroup",
     "TensorParallelGroup",
@@ -24,6 +28,8 @@ __all__ = [
     "expert_parallel_group",
     "failure_of_others",
     "message_group",
+    "pipeline_parallel",
+    "pipeline_stage",
     "run_ranks",
     "surrounding_group",
     "tensor_parallel",

@@ -1,7 +1,7 @@
 """Groups of ranks: real (torch.distributed), simulated in one process, or a single rank.
 
 A layer calls :func:`tensor_parallel_group` once, when it is built, and keeps the result. Layers
-with experts also call :func:`expert_parallel_group`.
+with experts also call :func:`expert_parallel_group`, and models :func:`pipeline_stage`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from vllm_module.base.process_groups import rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import finish
+from vllm_module.errors import ShardingError
 
 T = TypeVar("T")
 
@@ -250,6 +251,84 @@ def expert_parallel(
         yield
     finally:
         _expert_group.reset(token)
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A stage of a pipeline: one of ``size`` parts of a model, each some layers that follow.
+
+    Attributes:
+        rank: the stage's number; the tokens of a step come to stage 0 first.
+        size: how many stages there are.
+
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def layers(self, count: int) -> range:
+        """Return the numbers of the layers, of ``count``, that this stage holds.
+
+        If they cannot be divided evenly, earlier stages have one more: the last has the head.
+        Raises ``ShardingError`` if there are more stages than layers.
+        """
+        if self.size > count:
+            raise ShardingError(
+                f"{self.size} pipeline stages cannot share {count} layers: each stage needs one "
+                f"layer or more, so take {count} stages or fewer"
+            )
+        begin, end = (-(-count * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return range(begin, end)
+
+    def holder(self, layer: int, count: int) -> int:
+        """Return the number of the stage that holds ``layer`` of ``count``."""
+        return layer * self.size // count
+
+
+_stage: ContextVar[PipelineStage | None] = ContextVar("pipeline_stage", default=None)
+
+
+def pipeline_stage() -> PipelineStage:
+    """Return the stage that a model built here is.
+
+    It is the one of the surrounding :func:`pipeline_parallel`; without one, it is the only stage.
+    """
+    return _stage.get() or PipelineStage(0, 1)
+
+
+@contextmanager
+def pipeline_parallel(
+    *, rank: int | None = None, size: int | None = None, group: dist.ProcessGroup | None = None
+) -> Iterator[PipelineStage]:
+    """Build models that hold the layers of stage ``rank`` of ``size``, or as one of ``group``.
+
+    ``group`` is a torch.distributed group that has one process of each stage, in their order. The
+    ranks that share each layer of the stage are those of :func:`tensor_parallel`.
+
+    Raises ``ValueError`` as :func:`tensor_parallel` does.
+    """
+    if group is not None and rank is None and size is None:
+        stage = ProcessGroup(group)
+        current = PipelineStage(stage.rank, stage.size)
+    elif group is None and rank is not None and size is not None:
+        if not 0 <= rank < size:
+            raise ValueError(f"pipeline stage {rank} is outside of range({size})")
+        current = PipelineStage(rank, size)
+    else:
+        raise ValueError("pipeline_parallel takes either rank= and size=, or group=")
+    token = _stage.set(current)
+    try:
+        yield current
+    finally:
+        _stage.reset(token)
 
 
 @contextmanager

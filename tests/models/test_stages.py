@@ -1,0 +1,221 @@
+"""Pipeline stages: each loads its own layers, and one after the other they are the whole model."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module.build import registry
+from vllm_module.build.model_source import build_model
+from vllm_module.core.module import vLLMModule
+from vllm_module.distributed import pipeline_parallel, pipeline_stage, run_ranks
+from vllm_module.errors import ShardingError, UnexpectedWeightError, UnsupportedModelError
+from vllm_module.hf_config import parse_config
+from vllm_module.models.qwen import QWenConfig
+from vllm_module.testing import random_weights
+from vllm_module.weights import open_checkpoint
+
+CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
+FIVE = {"num_hidden_layers": 5}
+# Of these, three stages are uneven.
+DEEPER = {
+    "llama, tied": ("llama", FIVE | {"tie_word_embeddings": True}),
+    "gpt2, tied": ("gpt2", {"n_layer": 5}),
+    "deepseek-v3": ("deepseek-v3", FIVE | {"first_k_dense_replace": 3}),
+    "mamba2": ("mamba2", FIVE),
+    "bamba": ("bamba", FIVE | {"attn_layer_indices": [1, 4], "layer_types": None}),
+    "qwen3-next": ("qwen3-next", FIVE | {"layer_types": None, "full_attention_interval": 2}),
+}
+
+
+def config_of(name: str, **changed: Any) -> Any:
+    entries = CONFIGS[name]
+    hf_config = AutoConfig.for_model(**entries)
+    cls = AutoModelForCausalLM._model_mapping[type(hf_config)].__name__
+    entries = hf_config.to_dict() | changed | {"architectures": [cls]}
+    if "layer_types" in changed and changed["layer_types"] is None:
+        entries = {
+            k: v for k, v in entries.items() if k not in ("layer_types", "layers_block_type")
+        }
+    return parse_config(registry.config_class([cls]), entries, Path("config.json"))
+
+
+def qwen() -> QWenConfig:
+    return QWenConfig(
+        architectures=["QWenLMHeadModel"],
+        vocab_size=70,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        kv_channels=8,
+        intermediate_size=48,
+    )
+
+
+def build(config: Any) -> vLLMModule:
+    return build_model(config, torch.float32, torch.device("cpu")).eval()
+
+
+def stages(config: Any, count: int) -> list[vLLMModule]:
+    models = []
+    for rank in range(count):
+        with pipeline_parallel(rank=rank, size=count):
+            models.append(build(config))
+    return models
+
+
+def logits(models: list[Any], weights: Any) -> torch.Tensor:
+    """Load the stages and run tokens through them, each stage with what the one before returned."""
+    tokens = torch.arange(12) * 7 % 60
+    passed: Any = tokens
+    with torch.no_grad():
+        for model in models:
+            model.load_weights(weights)
+            passed = model(passed, torch.arange(12))
+        result: torch.Tensor = models[-1].compute_logits(passed)
+    return result
+
+
+def check_stages(config: Any, count: int, tp_size: int) -> None:
+    """Check logits, names, rules and digests of ``count`` stages against the whole model."""
+    weights = random_weights(build(config).expected_weights(), seed=3)
+
+    def both(rank: int) -> tuple[list[vLLMModule], torch.Tensor, torch.Tensor]:
+        whole, parts = build(config), stages(config, count)
+        expected, got = logits([whole], weights), logits(parts, weights)
+        return [whole, *parts], expected, got
+
+    ranks = run_ranks(tp_size, both)
+    for models, expected, got in ranks:
+        assert torch.equal(got, expected)
+        loaded = [set(each.expected_weights()) for each in models[1:]]
+        assert set().union(*loaded) == weights.keys()
+        for own, model in zip(loaded, models[1:], strict=True):
+            report: Any = model.load_report
+            assert report.skipped.keys() == weights.keys() - own
+            assert sorted(name for names in report.loaded.values() for name in names) == sorted(own)
+            for name, reason in report.skipped.items():
+                stage = int(reason.split()[2])
+                assert reason == f"pipeline stage {stage} of {count} holds it"
+                assert name in loaded[stage]
+    whole = sum(models[0].digest() for models, _, _ in ranks)
+    assert sum(each.digest() for models, _, _ in ranks for each in models[1:]) == whole
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_stages_are_the_whole_model(name: str, tp_size: int) -> None:
+    """Logits are equal bit for bit, each name is loaded by its stage, and digests add up."""
+    check_stages(config_of(name), 2, tp_size)
+
+
+@pytest.mark.parametrize("name", DEEPER)
+def test_three_uneven_stages_are_the_whole_model(name: str) -> None:
+    kind, changed = DEEPER[name]
+    config = config_of(kind, **changed)
+    check_stages(config, 3, 1)
+    held = [[n for n in range(5) if n in each] for each in numbers(config)]
+    assert held == [[0, 1], [2, 3], [4]]
+
+
+def numbers(config: Any) -> list[range]:
+    found = []
+    for rank in range(3):
+        with pipeline_parallel(rank=rank, size=3):
+            found.append(pipeline_stage().layers(config.num_hidden_layers))
+    return found
+
+
+def test_the_first_qwen_has_stages() -> None:
+    check_stages(qwen(), 3, 1)
+
+
+def test_a_stage_reads_the_bytes_that_it_keeps(tmp_path: Path) -> None:
+    """Nothing is read of a file that only other stages need, and no byte of their tensors."""
+    config = config_of("llama", num_hidden_layers=4)
+    weights = random_weights(build(config).expected_weights())
+    save_file(weights, tmp_path / "model.safetensors")
+    for model in stages(config, 2):
+        with open_checkpoint(tmp_path) as checkpoint:
+            plan = model.plan_weights(checkpoint)
+            kept = sum(weights[name].nbytes for name in model.expected_weights())
+            assert sum(read.nbytes for read in plan.reads()) == kept
+            assert sum(end - begin for _, begin, end in plan.ranges(gap=0)) == kept
+            model.load_weights(checkpoint)
+
+
+@pytest.mark.parametrize("stored", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_both_ends_read_a_tied_weight_by_either_name(stored: str) -> None:
+    config = config_of("llama", num_hidden_layers=3, tie_word_embeddings=True)
+    weights = random_weights(build(config).expected_weights(), seed=1)
+    table = weights.pop("model.embed_tokens.weight")
+    weights[stored] = table
+    first, middle, last = (dict(each.named_parameters()) for each in _loaded(config, weights))
+    for held in (first, last):
+        assert torch.equal(held["model.embed_tokens.weight"][: len(table)], table)
+    assert first["model.embed_tokens.weight"] is not last["model.embed_tokens.weight"]
+    assert not any("embed" in name or "lm_head" in name for name in middle)
+
+
+def _loaded(config: Any, weights: Any) -> list[vLLMModule]:
+    models = stages(config, 3)
+    for model in models:
+        model.load_weights(iter(weights.items()))  # streamed: rules hold there as well
+    return models
+
+
+def test_an_update_skips_names_of_other_stages() -> None:
+    """A whole update changes a stage's own weights in place, as it does the whole model's."""
+    config = config_of("qwen3")
+    old, new = (random_weights(build(config).expected_weights(), seed=seed) for seed in (1, 2))
+    models = stages(config, 2)
+    logits(models, old)
+    addresses = [p.data_ptr() for model in models for p in model.parameters()]
+    for model in models:
+        model.update_weights(new)
+    assert addresses == [p.data_ptr() for model in models for p in model.parameters()]
+    assert torch.equal(logits(models, new), logits([build(config)], new))
+
+
+def test_a_wrong_name_is_refused_by_the_stage_that_should_have_it() -> None:
+    config = config_of("llama")
+    weights = random_weights(build(config).expected_weights())
+    first, last = stages(config, 2)
+    weights["model.layers.1.self_attn.extra.weight"] = torch.ones(2)
+    first.load_weights(weights)
+    with pytest.raises(UnexpectedWeightError, match="layers.1.self_attn.extra.weight"):
+        last.load_weights(weights)
+    weights = {"model.layers.2.self_attn.q_proj.weight": torch.ones(2)}
+    for model in (first, last):
+        assert [each.name for each in model.plan_weights(weights).report.unexpected] == [*weights]
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ShardingError, match="3 pipeline stages cannot share 2 layers"):
+        stages(config_of("llama"), 3)
+
+
+def test_a_model_without_stages_is_refused_by_name() -> None:
+    entries = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2}
+    entries |= {"num_hidden_layers": 2, "intermediate_size": 24, "architectures": ["BertModel"]}
+    config = parse_config(registry.config_class(["BertModel"]), entries, Path("config.json"))
+    build(config)
+    with pytest.raises(UnsupportedModelError, match="BertModel has no pipeline stages, and 2"):
+        stages(config, 2)
+
+
+@pytest.mark.parametrize(
+    "place", [{"rank": 2, "size": 2}, {"rank": -1, "size": 2}, {"rank": 1}, {}]
+)
+def test_a_stage_that_is_none_is_refused(place: dict[str, int]) -> None:
+    with (
+        pytest.raises(ValueError, match=r"outside of range\(2\)|takes either"),
+        pipeline_parallel(**place),
+    ):
+        pass
