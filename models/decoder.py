@@ -7,6 +7,7 @@ example. ``olmo2.py`` and ``cohere.py`` have decoder layers of their own.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,14 +18,13 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import (
     AttentionMetadata,
     ParallelLMHead,
-    Passed,
     Positions,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
-    StageParts,
     VocabParallelEmbedding,
 )
+from vllm_module.layers.stages import OtherStage, Passed
 
 
 class DecoderLayer(vLLMModule):
@@ -64,7 +64,7 @@ class DecoderLayer(vLLMModule):
 
 
 class DecoderModel(vLLMModule):
-    """The embedding, the decoder layers and the final norm, or those of a pipeline stage."""
+    """The embedding, the decoder layers and the final norm."""
 
     norm_class: type[nn.Module] = RMSNorm  # as in DecoderLayer
     is_neox_style = True  # as in RotaryEmbedding
@@ -74,15 +74,15 @@ class DecoderModel(vLLMModule):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        vocabulary, hidden = config.vocab_size, config.hidden_size
-        self.parts = parts = StageParts(config.num_hidden_layers, config.tie_word_embeddings)
-        self.embed_tokens = parts.embedding(lambda: VocabParallelEmbedding(vocabulary, hidden))
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         # One that all layers share, or one for each layer type.
         rotary_embs = RotaryEmbedding.of_layers(config, self.is_neox_style)
         self.rotary_emb = next(rotary_embs)  # where a checkpoint may have its frequencies
-        of_layers = [self.rotary_emb, *rotary_embs]
-        self.layers = parts.layers(lambda idx: self.layer_class(config, of_layers[idx], idx))
-        norm = parts.only_last(lambda: self.norm_class(hidden, config.rms_norm_eps))
+        self.layers = nn.ModuleList(
+            self.layer_class(config, rotary_emb, layer_idx)
+            for layer_idx, rotary_emb in enumerate(chain((self.rotary_emb,), rotary_embs))
+        )
+        norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.add_module(self.final_norm, norm)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -93,18 +93,19 @@ class DecoderModel(vLLMModule):
         input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor | Passed:
-        if isinstance(input_ids, tuple):
+    ) -> Any:
+        if isinstance(input_ids, tuple):  # by the pipeline stage before this one
             hidden_states, residual = input_ids
         else:
             hidden_states = self.embed_input_ids(input_ids)
             residual = torch.zeros_like(hidden_states)
         shared = Positions(positions)
-        for layer in self.parts.held(self.layers):
+        for layer in self.layers:
             hidden_states, residual = layer(shared, hidden_states, residual, metadata)
-        if not self.parts.stage.is_last:
+        norm = getattr(self, self.final_norm)
+        if isinstance(norm, OtherStage):
             return hidden_states, residual
-        hidden_states, _ = getattr(self, self.final_norm)(hidden_states, residual)
+        hidden_states, _ = norm(hidden_states, residual)
         return hidden_states
 
 
@@ -112,13 +113,13 @@ class DecoderForCausalLM(vLLMModule):
     """A decoder model and the head that computes logits."""
 
     model_class: type[DecoderModel]
+    divided_layers = "model.layers"  # among pipeline stages
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.model = self.model_class(config)
-        vocabulary, hidden = config.vocab_size, config.hidden_size
-        self.lm_head = self.model.parts.head(lambda: ParallelLMHead(vocabulary, hidden))
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         projections = [each for each in self.modules() if isinstance(each, QKVParallelLinear)]
         if config.stored_rotary_pairs and not all(
             any(slot.pairs for slot in each.output.slots) for each in projections
@@ -128,7 +129,7 @@ class DecoderForCausalLM(vLLMModule):
                 "stored_rotary_pairs of config.json says they are: expected a model with Llama's "
                 "attention"
             )
-        if config.tie_word_embeddings and self.model.parts.has_head:
+        if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.model.embed_tokens)
 
     def forward(
@@ -136,11 +137,11 @@ class DecoderForCausalLM(vLLMModule):
         input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor | Passed:
+    ) -> Any:
         """Map token ids and positions, ``[tokens]`` each, to hidden states.
 
-        Without ``metadata`` the tokens are one whole sequence. A pipeline stage gets what the stage
-        before it returned in place of token ids; only the last one returns hidden states.
+        Without ``metadata`` the tokens are one whole sequence. A pipeline stage takes what the
+        stage before it returned in place of token ids; the last one returns hidden states.
         """
         return self.model(input_ids, positions, metadata)
 

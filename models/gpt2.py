@@ -15,10 +15,8 @@ from vllm_module.layers import (
     ColumnParallelLinear,
     LayerNorm,
     ParallelLMHead,
-    Passed,
     QKVParallelLinear,
     RowParallelLinear,
-    StageParts,
     VocabParallelEmbedding,
     get_act,
 )
@@ -110,32 +108,25 @@ class GPT2Block(vLLMModule):
 class GPT2Model(vLLMModule):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        hidden, positions = config.hidden_size, config.max_position_embeddings
-        self.parts = parts = StageParts(config.num_hidden_layers, config.tie_word_embeddings)
-        self.wte = parts.embedding(lambda: VocabParallelEmbedding(config.vocab_size, hidden))
-        self.wpe = parts.only_first(lambda: VocabParallelEmbedding(positions, hidden))
-        self.h = parts.layers(lambda layer_idx: GPT2Block(config, layer_idx))
-        self.ln_f = parts.only_last(lambda: LayerNorm(hidden, config.layer_norm_epsilon))
+        hidden, layers = config.hidden_size, config.num_hidden_layers
+        self.wte = VocabParallelEmbedding(config.vocab_size, hidden)
+        self.wpe = VocabParallelEmbedding(config.max_position_embeddings, hidden)
+        self.h = nn.ModuleList(GPT2Block(config, layer_idx) for layer_idx in range(layers))
+        self.ln_f = LayerNorm(hidden, config.layer_norm_epsilon)
 
     def forward(
-        self,
-        input_ids: torch.Tensor | Passed,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata | None,
-    ) -> torch.Tensor | Passed:
-        if isinstance(input_ids, tuple):
-            x, residual = input_ids
-        else:
-            x = self.wte(input_ids) + self.wpe(positions)
-            residual = torch.zeros_like(x)
-        for block in self.parts.held(self.h):
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata | None
+    ) -> torch.Tensor:
+        x = self.wte(input_ids) + self.wpe(positions)
+        residual = torch.zeros_like(x)
+        for block in self.h:
             x, residual = block(x, residual, metadata)
-        return self.ln_f(x, residual)[0] if self.parts.stage.is_last else (x, residual)
+        return self.ln_f(x, residual)[0]
 
 
 class GPT2LMHeadModel(vLLMModule):
     config_class: type[HFConfig] = GPT2Config
-    model_class: type[Any] = GPT2Model  # built from (config), with an embedding wte, and parts
+    model_class: type[Any] = GPT2Model  # built from (config), with an embedding wte
     # Files of the model without a head lack the prefix.
     weight_aliases = {name: f"transformer.{name}" for name in ("wte", "wpe", "h", "ln_f")}
 
@@ -143,18 +134,16 @@ class GPT2LMHeadModel(vLLMModule):
         super().__init__()
         self.config = config
         self.transformer = self.model_class(config)
-        vocabulary, hidden = config.vocab_size, config.hidden_size
-        parts = self.transformer.parts
-        self.lm_head = parts.head(lambda: ParallelLMHead(vocabulary, hidden))
-        if config.tie_word_embeddings and parts.has_head:
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.transformer.wte)
 
     def forward(
         self,
-        input_ids: torch.Tensor | Passed,
+        input_ids: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor | Passed:
+    ) -> torch.Tensor:
         return self.transformer(input_ids, positions, metadata)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
+from torch import nn
 
 from vllm_module.base.messages import shorten
 from vllm_module.core.module import vLLMModule
@@ -15,11 +16,10 @@ from vllm_module.layers import (
     AttentionMetadata,
     Mamba2Mixer,
     ParallelLMHead,
-    Passed,
     RMSNorm,
-    StageParts,
     VocabParallelEmbedding,
 )
+from vllm_module.layers.stages import OtherStage, Passed
 
 
 class Mamba2Config(HFConfig):
@@ -88,38 +88,36 @@ class Mamba2Model(vLLMModule):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
-        vocabulary, hidden = config.vocab_size, config.hidden_size
-        self.parts = parts = StageParts(config.num_hidden_layers, config.tie_word_embeddings)
-        self.embeddings = parts.embedding(lambda: VocabParallelEmbedding(vocabulary, hidden))
-        self.layers = parts.layers(lambda _: Mamba2Block(config))
-        self.norm_f = parts.only_last(lambda: RMSNorm(hidden, config.layer_norm_epsilon))
+        self.embeddings = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Mamba2Block(config) for _ in range(config.num_hidden_layers))
+        self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
     def forward(
         self, input_ids: torch.Tensor | Passed, metadata: AttentionMetadata | None = None
-    ) -> torch.Tensor | Passed:
-        if isinstance(input_ids, tuple):
+    ) -> Any:
+        if isinstance(input_ids, tuple):  # by the pipeline stage before this one
             (residual,) = input_ids
         else:
             residual = self.embeddings(input_ids)
             if self.residual_in_fp32:
                 residual = residual.float()
-        for layer in self.parts.held(self.layers):
+        for layer in self.layers:
             residual = layer(residual, metadata)
-        if not self.parts.stage.is_last:
+        if isinstance(self.norm_f, OtherStage):
             return (residual,)
         return self.norm_f(residual.to(self.norm_f.weight.dtype))
 
 
 class Mamba2ForCausalLM(vLLMModule):
     config_class = Mamba2Config
+    divided_layers = "backbone.layers"  # among pipeline stages
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.backbone = Mamba2Model(config)
-        vocabulary, hidden = config.vocab_size, config.hidden_size
-        self.lm_head = self.backbone.parts.head(lambda: ParallelLMHead(vocabulary, hidden))
-        if config.tie_word_embeddings and self.backbone.parts.has_head:
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
             self.lm_head.tie_weights(self.backbone.embeddings)
 
     def forward(
@@ -127,7 +125,7 @@ class Mamba2ForCausalLM(vLLMModule):
         input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor | Passed:
+    ) -> Any:
         """Map token ids, ``[tokens]``, to hidden states; ``positions`` are not read.
 
         Without ``metadata`` the tokens are one whole sequence.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, model_validator
+from torch import nn
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
@@ -15,14 +16,12 @@ from vllm_module.layers import (
     Attention,
     AttentionMetadata,
     MergedColumnParallelLinear,
-    Passed,
     Positions,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     SiluAndMul,
-    StageParts,
     VocabParallelEmbedding,
 )
 from vllm_module.models.gpt2 import GPT2Block, GPT2LMHeadModel
@@ -120,34 +119,27 @@ class QWenBlock(GPT2Block):
 class QWenModel(vLLMModule):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.parts = parts = StageParts(config.num_hidden_layers, config.tie_word_embeddings)
-        self.wte = parts.embedding(lambda: VocabParallelEmbedding(config.vocab_size, hidden))
+        hidden, layers = config.hidden_size, config.num_hidden_layers
+        self.wte = VocabParallelEmbedding(config.vocab_size, hidden)
         self.rotary_emb = rotary_embedding(config)
-        self.h = parts.layers(lambda _: QWenBlock(config, self.rotary_emb))
-        self.ln_f = parts.only_last(lambda: RMSNorm(hidden, config.layer_norm_epsilon))
+        self.h = nn.ModuleList(QWenBlock(config, self.rotary_emb) for _ in range(layers))
+        self.ln_f = RMSNorm(hidden, config.layer_norm_epsilon)
         # Beyond so many tokens, queries grow.
         longer = config.use_logn_attn and config.max_model_len > config.seq_length
         self.logn_length = config.seq_length if longer else None
 
     def forward(
-        self,
-        input_ids: torch.Tensor | Passed,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata | None,
-    ) -> torch.Tensor | Passed:
-        if isinstance(input_ids, tuple):
-            x, residual = input_ids
-        else:
-            x = self.wte(input_ids)
-            residual = torch.zeros_like(x)
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata | None
+    ) -> torch.Tensor:
+        x = self.wte(input_ids)
+        residual = torch.zeros_like(x)
         shared, logn = Positions(positions), None
         if self.logn_length is not None:
             logn = (positions + 1).float().log() / math.log(self.logn_length)
             logn = logn.clamp(min=1).to(x.dtype).view(-1, 1, 1)
-        for block in self.parts.held(self.h):
+        for block in self.h:
             x, residual = block(x, residual, shared, logn, metadata)
-        return self.ln_f(x, residual)[0] if self.parts.stage.is_last else (x, residual)
+        return self.ln_f(x, residual)[0]
 
 
 class QWenLMHeadModel(GPT2LMHeadModel):

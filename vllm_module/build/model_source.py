@@ -18,7 +18,7 @@ from vllm_module.build import registry
 from vllm_module.build.registry import model_class
 from vllm_module.config import ModelConfig
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import expert_parallel, pipeline_stage, tensor_parallel
+from vllm_module.distributed import expert_parallel, surrounding_stage, tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig, architectures_of, parse_config, read_entries
 from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
@@ -227,26 +227,16 @@ def build_model(
                     raise CheckpointFormatError(
                         f"{config.architectures[0]} cannot be built: {error}"
                     ) from None
-            _refuse_undivided(model)
+            if (stage := surrounding_stage.get()) is not None and stage.size > 1:
+                from vllm_module.layers.stages import divide
+
+                divide(model, stage)
             if rules is not None:
                 quantize(model, rules)
             fuse(model)
             return model
         finally:
             torch.set_default_dtype(default)
-
-
-def _refuse_undivided(model: vLLMModule) -> None:
-    """Raise ``UnsupportedModelError`` for a stage of a model that leaves nothing to other stages.
-
-    Every stage of two or more would compute the whole model.
-    """
-    size = pipeline_stage().size
-    if size > 1 and not any(getattr(each, "held_elsewhere", "") for each in model.modules()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no pipeline stages, and {size} are asked for: encoders "
-            "and models of the transformers library are one stage, on tensor-parallel ranks"
-        )
 
 
 @contextmanager

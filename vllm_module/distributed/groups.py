@@ -1,7 +1,7 @@
 """Groups of ranks: real (torch.distributed), simulated in one process, or a single rank.
 
 A layer calls :func:`tensor_parallel_group` once, when it is built, and keeps the result. Layers
-with experts also call :func:`expert_parallel_group`, and models :func:`pipeline_stage`.
+with experts also call :func:`expert_parallel_group`.
 """
 
 from __future__ import annotations
@@ -266,14 +266,6 @@ class PipelineStage:
     rank: int
     size: int
 
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
     def layers(self, count: int) -> range:
         """Return the numbers of the layers, of ``count``, that this stage holds.
 
@@ -288,27 +280,16 @@ class PipelineStage:
         begin, end = (-(-count * rank // self.size) for rank in (self.rank, self.rank + 1))
         return range(begin, end)
 
-    def holder(self, layer: int, count: int) -> int:
-        """Return the number of the stage that holds ``layer`` of ``count``."""
-        return layer * self.size // count
 
-
-_stage: ContextVar[PipelineStage | None] = ContextVar("pipeline_stage", default=None)
-
-
-def pipeline_stage() -> PipelineStage:
-    """Return the stage that a model built here is.
-
-    It is the one of the surrounding :func:`pipeline_parallel`; without one, it is the only stage.
-    """
-    return _stage.get() or PipelineStage(0, 1)
+# The stage of the surrounding pipeline_parallel; None outside of one.
+surrounding_stage: ContextVar[PipelineStage | None] = ContextVar("pipeline_stage", default=None)
 
 
 @contextmanager
 def pipeline_parallel(
     *, rank: int | None = None, size: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Iterator[PipelineStage]:
-    """Build models that hold the layers of stage ``rank`` of ``size``, or as one of ``group``.
+    """Have :func:`get_model` build stage ``rank`` of ``size`` of a model, or one of ``group``.
 
     ``group`` is a torch.distributed group that has one process of each stage, in their order. The
     ranks that share each layer of the stage are those of :func:`tensor_parallel`.
@@ -324,11 +305,11 @@ def pipeline_parallel(
         current = PipelineStage(rank, size)
     else:
         raise ValueError("pipeline_parallel takes either rank= and size=, or group=")
-    token = _stage.set(current)
+    token = surrounding_stage.set(current)
     try:
         yield current
     finally:
-        _stage.reset(token)
+        surrounding_stage.reset(token)
 
 
 @contextmanager

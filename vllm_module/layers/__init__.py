@@ -36,7 +36,6 @@ from vllm_module.layers.mla import (
 from vllm_module.layers.norm import LayerNorm, PerHeadLayerNorm, RMSNorm, ShardedRMSNorm
 from vllm_module.layers.recurrent import CausalConv1d, DecayingLayer, RecurrentLayer, layer_kind
 from vllm_module.layers.rotary import Positions, RotaryEmbedding
-from vllm_module.layers.stages import OtherStage, Passed, StageParts
 
 __all__ = [
     "Attention",
@@ -57,9 +56,7 @@ __all__ = [
     "Mamba2Mixer",
     "MergedColumnParallelLinear",
     "MergedReplicatedLinear",
-    "OtherStage",
     "ParallelLMHead",
-    "Passed",
     "PerHeadLayerNorm",
     "Positions",
     "QKVParallelLinear",
@@ -71,7 +68,6 @@ __all__ = [
     "RowParallelLinear",
     "ShardedRMSNorm",
     "SiluAndMul",
-    "StageParts",
     "SwigluOAIAndMul",
     "VocabParallelEmbedding",
     "add_up_projections",

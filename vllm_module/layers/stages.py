@@ -1,21 +1,21 @@
-"""The parts of a model that a pipeline stage holds, and what stands for those of other stages.
+"""A pipeline stage of a model: the model without the parts that other stages hold.
 
-A stage of a model is the model itself without the parts that other stages hold. In the place of
-each is an :class:`OtherStage`, so layers keep their numbers, and names of the other parts are
-skipped by a rule that names the stage. What a stage's ``forward`` returns is what that of the next
-stage begins with, in place of token ids.
+In the place of each such part is an :class:`OtherStage`, so layers keep their numbers, and names of
+the other parts are skipped by a rule that names the stage. What a stage's ``forward`` returns is
+what that of the next stage takes in place of token ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import pipeline_stage
+from vllm_module.distributed import PipelineStage
+from vllm_module.errors import UnsupportedModelError
 
 # Hidden states and the residual, [tokens, hidden_size] each, after the last layer of a stage; the
 # residual alone where a model has no more.
@@ -30,55 +30,54 @@ class OtherStage(vLLMModule):
         self.held_elsewhere = f"pipeline stage {rank} of {size} holds it"
 
 
-class StageParts:
-    """Which parts of a model the stage that is built here holds.
+class StageLayers(nn.ModuleList):
+    """All layers of a model, of which a forward pass runs those that the stage holds."""
 
-    Args:
-        layers: number of layers of the whole model.
-        tied: whether the head shares the embedding's weight. The first and the last stage have
-            both modules then, each with its own copy of the weight, whatever name it is stored by.
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (each for each in super().__iter__() if not isinstance(each, OtherStage))
+
+
+def divide(model: nn.Module, stage: PipelineStage) -> None:
+    """Make a whole model, whose parameters are on meta, the model of one stage.
+
+    The model declares ``divided_layers``: the path of the list of its layers. Modules with tensors
+    that come before the list belong to the first stage, those behind it to the last. Modules of
+    both that share a tensor, such as an embedding and the head, are on both stages.
 
     Raises:
         ShardingError: there are more stages than layers.
+        UnsupportedModelError: the model declares no such list.
 
     """
-
-    def __init__(self, layers: int, tied: bool) -> None:
-        self.stage = stage = pipeline_stage()
-        self.count = layers
-        self.numbers = stage.layers(layers)
-        ends = stage.is_first or stage.is_last
-        self.has_embedding = stage.is_first or (tied and ends)
-        self.has_head = stage.is_last or (tied and ends)
-
-    def embedding(self, build: Callable[[], nn.Module]) -> Any:
-        """Return the embedding of tokens, or what stands for it."""
-        return build() if self.has_embedding else OtherStage(0, self.stage.size)
-
-    def only_first(self, build: Callable[[], nn.Module]) -> Any:
-        """Return what the first stage computes with, or what stands for it."""
-        return build() if self.stage.is_first else OtherStage(0, self.stage.size)
-
-    def layers(self, build: Callable[[int], nn.Module]) -> nn.ModuleList:
-        """Return all layers, each built from its number or what stands for it."""
-        size = self.stage.size
-        return nn.ModuleList(
-            build(number)
-            if number in self.numbers
-            else OtherStage(self.stage.holder(number, self.count), size)
-            for number in range(self.count)
+    path: str | None = getattr(model, "divided_layers", None)
+    if path is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no pipeline stages, and {stage.size} are asked for: it "
+            "runs as one stage, on tensor-parallel ranks"
         )
+    before: list[tuple[nn.Module, str]] = []
+    behind: list[tuple[nn.Module, str]] = []
+    holder = model
+    for name in path.split("."):
+        names = [child for child, module in holder.named_children() if module.state_dict()]
+        at = names.index(name)
+        before += [(holder, each) for each in names[:at]]
+        behind += [(holder, each) for each in names[at + 1 :]]
+        parent, holder = holder, holder.get_submodule(name)
+    layers = list(holder.children())
+    own, last = stage.layers(len(layers)), stage.size - 1
+    tied = _parameters(before) & _parameters(behind)
+    for modules, end in ((before, 0), (behind, last)):
+        for above, name in modules:
+            shared = stage.rank in (0, last) and tied & _parameters([(above, name)])
+            if stage.rank != end and not shared:
+                setattr(above, name, OtherStage(end, stage.size))
+    held = (
+        layer if number in own else OtherStage(number * stage.size // len(layers), stage.size)
+        for number, layer in enumerate(layers)
+    )
+    setattr(parent, path.rpartition(".")[2], StageLayers(held))
 
-    def held(self, layers: nn.ModuleList) -> Iterator[nn.Module]:
-        """Yield the layers that this stage holds, in order."""
-        return (layers[number] for number in self.numbers)
 
-    def only_last(self, build: Callable[[], nn.Module]) -> Any:
-        """Return what the last stage computes with, or what stands for it."""
-        size = self.stage.size
-        return build() if self.stage.is_last else OtherStage(size - 1, size)
-
-    def head(self, build: Callable[[], nn.Module]) -> Any:
-        """Return the head, or what stands for it."""
-        size = self.stage.size
-        return build() if self.has_head else OtherStage(size - 1, size)
+def _parameters(modules: list[tuple[nn.Module, str]]) -> set[nn.Parameter]:
+    return {each for above, name in modules for each in above.get_submodule(name).parameters()}
