@@ -11,12 +11,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vllm_module import LLM
 from vllm_module.build import registry
 from vllm_module.build.model_source import build_model
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import PipelineStage, pipeline_parallel, run_ranks
 from vllm_module.errors import ShardingError, UnexpectedWeightError, UnsupportedModelError
 from vllm_module.hf_config import parse_config
+from vllm_module.layout import TransferPlan, layout_of_stages, parse_layout
+from vllm_module.layout.layout_file import layout_json
+from vllm_module.quantization import rules_for
 from vllm_module.testing import random_weights
 from vllm_module.weights import open_checkpoint
 
@@ -110,6 +114,69 @@ def test_three_uneven_stages_are_the_whole_model(name: str) -> None:
     assert held == [[0, 1], [2, 3], [4]]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "gpt2" not in name])
+def test_the_layouts_of_stages_are_one_of_all_ranks(name: str, tied: bool) -> None:
+    """A checked layout of two stages of two ranks covers every tensor and proves what each holds.
+
+    Reading it refuses tensors that are not held whole, and boxes that overlap.
+    """
+    config = config_of(name, tie_word_embeddings=tied)
+    weights = random_weights(build(config).expected_weights(), seed=4)
+
+    def plans(rank: int) -> tuple[list[vLLMModule], list[Any], vLLMModule]:
+        models, whole = stages(config, 2), build(config)
+        found = [each.plan_weights(weights).layout(2) for each in models]
+        for each in (*models, whole):
+            each.load_weights(weights)
+        return models, found, whole
+
+    ranks = run_ranks(2, plans)
+    layout = layout_of_stages(ranks[0][1])
+    assert parse_layout(layout_json(layout)) == layout
+    assert layout.ranks == 4
+    assert {entry for entry, _, _ in layout.names()} == weights.keys()
+    for stage in range(2):
+        for rank in range(2):
+            model = ranks[rank][0][stage]
+            held = {path for path in layout.parameters if layout.shape_of(path, 2 * stage + rank)}
+            assert held >= {path for path, _ in model.named_parameters()}
+            assert held <= model.state_dict().keys()
+    digests = [model.digest(layout) for models, _, _ in ranks for model in models]
+    assert sorted(rank for digest in digests for rank in digest.ranks) == [0, 1, 2, 3]
+    assert sum(digests) == sum(whole.digest() for _, _, whole in ranks)
+
+
+def test_weights_move_from_a_whole_model_to_stages() -> None:
+    """From one rank, each stage is sent what it holds, and both ends the tied table."""
+    config = config_of("llama", num_hidden_layers=3, tie_word_embeddings=True)
+    weights = random_weights(build(config).expected_weights())
+    layouts = [each.plan_weights(weights).layout(1) for each in stages(config, 3)]
+    whole = build(config).plan_weights(weights).layout(1)
+    target = layout_of_stages(layouts)
+    table = target.owners("model.embed_tokens.weight", (0, 0))
+    assert [(owner.rank, owner.parameter) for owner in table] == [
+        (0, "model.embed_tokens.weight"),
+        (2, "model.embed_tokens.weight"),
+    ]
+    sent = TransferPlan(whole, target).sent_bytes()
+    for rank, model in enumerate(stages(config, 3)):
+        kept = sum(weights[name].nbytes for name in model.expected_weights())
+        assert sum(count for (_, to), count in sent.items() if to == rank) == kept
+
+
+def test_layouts_of_other_models_are_no_stages() -> None:
+    names = "llama", "qwen3"
+    layouts = []
+    for name in names:
+        model = build(config_of(name))
+        layouts.append(model.plan_weights(model.expected_weights()).layout(1))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen3ForCausalLM"):
+        layout_of_stages(layouts)
+    with pytest.raises(ValueError, match="got no layout"):
+        layout_of_stages([])
+
+
 def test_a_stage_reads_the_bytes_that_it_keeps(tmp_path: Path) -> None:
     """Nothing is read of a file that only other stages need, and no byte of their tensors."""
     config = config_of("llama", num_hidden_layers=4)
@@ -185,12 +252,36 @@ def test_a_model_without_stages_is_refused_by_name(architecture: str) -> None:
         stages(config, 2)
 
 
-@pytest.mark.parametrize(
-    "place", [{"rank": 2, "size": 2}, {"rank": -1, "size": 2}, {"rank": 1}, {}]
-)
-def test_a_stage_that_is_none_is_refused(place: dict[str, int]) -> None:
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_stage_that_is_none_is_refused(rank: int) -> None:
     with (
-        pytest.raises(ValueError, match=r"outside of range\(2\)|takes either"),
-        pipeline_parallel(**place),
+        pytest.raises(ValueError, match=rf"stage {rank} is outside of range\(2\)"),
+        pipeline_parallel(rank=rank, size=2),
     ):
         pass
+
+
+def test_stages_are_quantized_while_they_load() -> None:
+    """A stage's layers are quantized as the whole model's are, so logits stay the same."""
+    config = config_of("llama")
+
+    def quantized() -> vLLMModule:
+        rules = rules_for("fp8_per_channel", None)
+        return build_model(config, torch.float32, torch.device("cpu"), rules).eval()
+
+    weights = random_weights(build(config).expected_weights(), seed=5)
+    parts = []
+    for rank in range(2):
+        with pipeline_parallel(rank=rank, size=2):
+            parts.append(quantized())
+    dtypes = {parameter.dtype for parameter in parts[1].parameters()}
+    assert torch.float8_e4m3fn in dtypes
+    assert torch.equal(logits(parts, weights), logits([quantized()], weights))
+
+
+def test_an_engine_of_a_stage_is_refused(tmp_path: Path) -> None:
+    with (
+        pipeline_parallel(rank=1, size=2),
+        pytest.raises(UnsupportedModelError, match="the engine runs no pipeline stages"),
+    ):
+        LLM(str(tmp_path))

@@ -286,28 +286,19 @@ surrounding_stage: ContextVar[PipelineStage | None] = ContextVar("pipeline_stage
 
 
 @contextmanager
-def pipeline_parallel(
-    *, rank: int | None = None, size: int | None = None, group: dist.ProcessGroup | None = None
-) -> Iterator[PipelineStage]:
-    """Have :func:`get_model` build stage ``rank`` of ``size`` of a model, or one of ``group``.
+def pipeline_parallel(*, rank: int, size: int) -> Iterator[PipelineStage]:
+    """Have :func:`get_model` build stage ``rank`` of ``size`` of a model.
 
-    ``group`` is a torch.distributed group that has one process of each stage, in their order. The
-    ranks that share each layer of the stage are those of :func:`tensor_parallel`.
+    The ranks that share each layer of the stage are those of :func:`tensor_parallel`. Stages have
+    no collectives, so no group connects them.
 
-    Raises ``ValueError`` as :func:`tensor_parallel` does.
+    Raises ``ValueError`` unless ``0 <= rank < size``.
     """
-    if group is not None and rank is None and size is None:
-        stage = ProcessGroup(group)
-        current = PipelineStage(stage.rank, stage.size)
-    elif group is None and rank is not None and size is not None:
-        if not 0 <= rank < size:
-            raise ValueError(f"pipeline stage {rank} is outside of range({size})")
-        current = PipelineStage(rank, size)
-    else:
-        raise ValueError("pipeline_parallel takes either rank= and size=, or group=")
-    token = surrounding_stage.set(current)
+    if not 0 <= rank < size:
+        raise ValueError(f"pipeline stage {rank} is outside of range({size})")
+    token = surrounding_stage.set(stage := PipelineStage(rank, size))
     try:
-        yield current
+        yield stage
     finally:
         surrounding_stage.reset(token)
 
