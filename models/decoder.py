@@ -24,6 +24,7 @@ from vllm_module.layers import (
     RotaryEmbedding,
     VocabParallelEmbedding,
 )
+from vllm_module.layers.stages import OtherStage, Passed
 
 
 class DecoderLayer(vLLMModule):
@@ -89,16 +90,22 @@ class DecoderModel(vLLMModule):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
-        hidden_states = self.embed_input_ids(input_ids)
-        residual = torch.zeros_like(hidden_states)
+    ) -> Any:
+        if isinstance(input_ids, tuple):  # by the pipeline stage before this one
+            hidden_states, residual = input_ids
+        else:
+            hidden_states = self.embed_input_ids(input_ids)
+            residual = torch.zeros_like(hidden_states)
         shared = Positions(positions)
         for layer in self.layers:
             hidden_states, residual = layer(shared, hidden_states, residual, metadata)
-        hidden_states, _ = getattr(self, self.final_norm)(hidden_states, residual)
+        norm = getattr(self, self.final_norm)
+        if isinstance(norm, OtherStage):
+            return hidden_states, residual
+        hidden_states, _ = norm(hidden_states, residual)
         return hidden_states
 
 
@@ -106,6 +113,7 @@ class DecoderForCausalLM(vLLMModule):
     """A decoder model and the head that computes logits."""
 
     model_class: type[DecoderModel]
+    divided_layers = "model.layers"  # among pipeline stages
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -126,13 +134,14 @@ class DecoderForCausalLM(vLLMModule):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Map token ids and positions, ``[tokens]`` each, to hidden states.
 
-        Without ``metadata`` the tokens are one whole sequence.
+        Without ``metadata`` the tokens are one whole sequence. A pipeline stage takes what the
+        stage before it returned in place of token ids; the last one returns hidden states.
         """
         return self.model(input_ids, positions, metadata)
 

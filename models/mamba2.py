@@ -19,6 +19,7 @@ from vllm_module.layers import (
     RMSNorm,
     VocabParallelEmbedding,
 )
+from vllm_module.layers.stages import OtherStage, Passed
 
 
 class Mamba2Config(HFConfig):
@@ -92,18 +93,24 @@ class Mamba2Model(vLLMModule):
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
     def forward(
-        self, input_ids: torch.Tensor, metadata: AttentionMetadata | None = None
-    ) -> torch.Tensor:
-        residual = self.embeddings(input_ids)
-        if self.residual_in_fp32:
-            residual = residual.float()
+        self, input_ids: torch.Tensor | Passed, metadata: AttentionMetadata | None = None
+    ) -> Any:
+        if isinstance(input_ids, tuple):  # by the pipeline stage before this one
+            (residual,) = input_ids
+        else:
+            residual = self.embeddings(input_ids)
+            if self.residual_in_fp32:
+                residual = residual.float()
         for layer in self.layers:
             residual = layer(residual, metadata)
+        if isinstance(self.norm_f, OtherStage):
+            return (residual,)
         return self.norm_f(residual.to(self.norm_f.weight.dtype))
 
 
 class Mamba2ForCausalLM(vLLMModule):
     config_class = Mamba2Config
+    divided_layers = "backbone.layers"  # among pipeline stages
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -115,10 +122,10 @@ class Mamba2ForCausalLM(vLLMModule):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | Passed,
         positions: torch.Tensor,
         metadata: AttentionMetadata | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Map token ids, ``[tokens]``, to hidden states; ``positions`` are not read.
 
         Without ``metadata`` the tokens are one whole sequence.

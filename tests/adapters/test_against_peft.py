@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm_module.adapters import attach, detach, open_adapter
-from vllm_module.distributed import run_ranks
+from vllm_module.distributed import pipeline_parallel, run_ranks
 from vllm_module.layers.lora import AdapterRows
 
 CPU = torch.device("cpu")
@@ -165,3 +165,23 @@ def test_bfloat16(tuned: Callable[[str], Any], tmp_path: Path) -> None:
     with torch.no_grad():
         want = theirs(one.ids[None]).logits[0].float()
     torch.testing.assert_close(got, want, rtol=0, atol=0.05)
+
+
+def test_stages(tuned: Callable[[str], Any]) -> None:
+    """Each pipeline stage has the adapter of its own layers; names of the others are skipped."""
+    one = tuned("llama")
+    passed: Any = one.ids
+    positions = torch.arange(len(one.ids))
+    for stage in range(2):
+        with pipeline_parallel(rank=stage, size=2):
+            base, rows = load_base(one.base), AdapterRows()
+        adapter = load_adapter(base, one.adapter)
+        attach(adapter, 3, rows)
+        rows.set({0: 3}, [0, len(one.ids)], CPU)
+        with torch.no_grad():
+            passed = base(passed, positions)
+            if stage:
+                passed = base.compute_logits(passed)
+        held = {path.split(".")[2] for path, _ in adapter.named_parameters() if ".layers." in path}
+        assert held == {str(stage)}
+    torch.testing.assert_close(passed, one.logits, rtol=0, atol=1e-5)

@@ -44,6 +44,7 @@ class AdapterModule(vLLMModule):
         if loads_itself(base):
             declared = cast(vLLMModule, base)
             self.shard_names, self.weight_aliases = declared.shard_names, declared.weight_aliases
+            self.held_elsewhere = declared.held_elsewhere
 
 
 class LoRALayer(AdapterModule):

@@ -18,7 +18,7 @@ from vllm_module.build import registry
 from vllm_module.build.registry import model_class
 from vllm_module.config import ModelConfig
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import expert_parallel, tensor_parallel
+from vllm_module.distributed import expert_parallel, surrounding_stage, tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import (
     HFConfig,
@@ -239,6 +239,10 @@ def build_model(
                     raise CheckpointFormatError(
                         f"{config.architectures[0]} cannot be built: {error}"
                     ) from None
+            if (stage := surrounding_stage.get()) is not None and stage.size > 1:
+                from vllm_module.layers.stages import divide
+
+                divide(model, stage)
             if rules is not None:
                 quantize(model, rules)
             fuse(model)

@@ -136,7 +136,7 @@ def digest_of(
     own = set[str]()
     if layout is None:
         layout, own = layout_of_module(module), _computed_by_rank(module)
-    rank = _rank_in(module, layout.ranks)
+    rank = _rank_in(module, layout)
     ties = {each.name: each.tied_to for each in layout.tensors if each.tied_to is not None}
     wanted = None if names is None else {ties.get(name, name) for name in names}
     held = [
@@ -182,7 +182,7 @@ def source_digests(module: nn.Module) -> ModelDigest:
     Names, dtypes and shapes are those of the checkpoint, or of what an update was given.
     """
     layout = layout_of_module(module)
-    return ModelDigest(state_of(module).sources, (_rank_in(module, layout.ranks),))
+    return ModelDigest(state_of(module).sources, (_rank_in(module, layout),))
 
 
 def digested(found: Digests) -> Callable[[Fill], Iterable[tuple[Weight, Destination]]]:
@@ -222,19 +222,24 @@ class _DigestedSink:
         read_into(weight, self._sink)
 
 
-def _rank_in(module: nn.Module, ranks: int) -> int:
-    """Return the rank that a module's parameters are of."""
-    places = set()
-    for tensor in module.parameters():
+def _rank_in(module: nn.Module, layout: Layout) -> int:
+    """Return the rank that a module's parameters are of, among those that hold all of them."""
+    places, shapes = set(), set()
+    for path, tensor in module.named_parameters():
+        if path in layout.parameters:
+            shapes.add(layout.parameters[path].shapes)
         if is_typed(tensor):
             places.add((tensor.tp_rank, tensor.tp_size))
             if tensor.experts is not None:
                 places.add((tensor.experts.rank, tensor.experts.size))
-    for rank in range(ranks):
-        if all(rank % size == of for of, size in places):
+    holders = set(range(layout.ranks))  # of a pipeline, the ranks of one stage
+    for each in shapes:
+        holders &= {rank for ranks, _ in layout.shapes[each] for rank in ranks}
+    for rank in sorted(holders):
+        if all((rank - min(holders)) % size == of for of, size in places):
             return rank
     raise WeightReadError(
-        f"the module is of no rank of a layout of {ranks} ranks: {sorted(places)}"
+        f"the module is of no rank of a layout of {layout.ranks} ranks: {sorted(places)}"
     )
 
 

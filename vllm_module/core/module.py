@@ -63,6 +63,8 @@ class vLLMModule(GuardedModule):
             Each may be a path. Nothing is refused if the checkpoint lacks it.
         zero_weights: names of tensors that checkpoints may have and the model lacks, each with the
             reason. Such a tensor is skipped if it is all zeros, else refused.
+        held_elsewhere: for a module without tensors that stands for one of another rank, why names
+            below it are not loaded; empty for all others.
         conversions: the conversion of a parameter's checkpoint tensor, by the parameter's name.
         allow_nan: whether weights may be NaN, when this is the module that is loaded or updated.
             By default a NaN is refused by the tensor's name, in a tensor in memory and in one that
@@ -77,6 +79,7 @@ class vLLMModule(GuardedModule):
     weight_aliases: Mapping[str, str] = MappingProxyType({})
     skipped_weights: Mapping[str, str] = MappingProxyType({})
     zero_weights: Mapping[str, str] = MappingProxyType({})
+    held_elsewhere: str = ""
     conversions: Mapping[str, Conversion] = MappingProxyType({})
     allow_nan: bool = False
     keep_digests: bool = False

@@ -86,8 +86,11 @@ def is_direct(routes: Routes, component: str) -> bool:
 
 # What a vLLMModule declares, and of any other module would be ignored.
 DECLARATIONS = frozenset(
-    ("shard_names", "stored_beside", "weight_aliases", "skipped_weights", "conversions")
-)
+    (
+        "shard_names", "stored_beside", "weight_aliases", "skipped_weights", "conversions",
+        "held_elsewhere",
+    )
+)  # fmt: skip
 
 
 def _built(module: Any) -> Routes:
@@ -117,6 +120,7 @@ class _Declared(NamedTuple):
     attr: str
     shard_names: tuple[str, ...] = ()
     stored_beside: tuple[tuple[str, str], ...] = ()
+    held_elsewhere: str = ""
 
 
 def _declared(attr: str, child: Any) -> _Declared:
@@ -124,7 +128,8 @@ def _declared(attr: str, child: Any) -> _Declared:
     if "load_state" not in child.__dict__:
         return _Declared(attr)
     slots, beside = child.shard_names, child.stored_beside
-    return _Declared(attr, tuple(slots), tuple(beside.items()) if beside else ())
+    beside = tuple(beside.items()) if beside else ()
+    return _Declared(attr, tuple(slots), beside, child.held_elsewhere)
 
 
 @lru_cache(maxsize=64)  # the same for all layers of a model, which may have hundreds of slots
@@ -139,9 +144,9 @@ def _declared_routes(
     """Return the table of a module of class ``kind`` with these tensors, children and names."""
     routes: Routes = {}
     claims = [*tensors, *shard_names, *(name for name, _ in skipped)]  # each claimed once
-    for attr, slots, beside in children:
+    for attr, slots, beside, elsewhere in children:
         claims += (attr, *slots, *(name for _, name in beside))
-        _add(routes, f"{attr}.", Child(attr, ""))
+        _add(routes, f"{attr}.", Skip(elsewhere) if elsewhere else Child(attr, ""))
         for slot in slots:
             _add(routes, f"{slot}.", Child(attr, f"{slot}."))
         for tensor, name in beside:
@@ -204,7 +209,7 @@ def _add_aliases(
             route, rest = find(routes, target + dot)
             if isinstance(route, Child):
                 found[alias + dot] = Child(route.attr, route.prefix + rest)
-            elif not rest:  # an own tensor or slot, or a rule
+            elif not rest or isinstance(route, Skip):  # an own tensor or slot, or a rule
                 found[alias + dot] = route
         if alias in found or f"{alias}." in found:
             known.append(alias)

@@ -3,20 +3,24 @@
 from vllm_module.distributed.exchange import failure_of_others, together
 from vllm_module.distributed.groups import (
     ExpertParallelGroup,
+    PipelineStage,
     ProcessGroup,
     SimulatedGroup,
     TensorParallelGroup,
     expert_parallel,
     expert_parallel_group,
     message_group,
+    pipeline_parallel,
     run_ranks,
     surrounding_group,
+    surrounding_stage,
     tensor_parallel,
     tensor_parallel_group,
 )
 
 __all__ = [
     "ExpertParallelGroup",
+    "PipelineStage",
     "ProcessGroup",
     "SimulatedGroup",
     "TensorParallelGroup",
@@ -24,8 +28,10 @@ __all__ = [
     "expert_parallel_group",
     "failure_of_others",
     "message_group",
+    "pipeline_parallel",
     "run_ranks",
     "surrounding_group",
+    "surrounding_stage",
     "tensor_parallel",
     "tensor_parallel_group",
     "together",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from vllm_module.base.process_groups import rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import finish
+from vllm_module.errors import ShardingError
 
 T = TypeVar("T")
 
@@ -250,6 +251,56 @@ def expert_parallel(
         yield
     finally:
         _expert_group.reset(token)
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A stage of a pipeline: one of ``size`` parts of a model, each some layers that follow.
+
+    Attributes:
+        rank: the stage's number; the tokens of a step come to stage 0 first.
+        size: how many stages there are.
+
+    """
+
+    rank: int
+    size: int
+
+    def layers(self, count: int) -> range:
+        """Return the numbers of the layers, of ``count``, that this stage holds.
+
+        If they cannot be divided evenly, earlier stages have one more: the last has the head.
+        Raises ``ShardingError`` if there are more stages than layers.
+        """
+        if self.size > count:
+            raise ShardingError(
+                f"{self.size} pipeline stages cannot share {count} layers: each stage needs one "
+                f"layer or more, so take {count} stages or fewer"
+            )
+        begin, end = (-(-count * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return range(begin, end)
+
+
+# The stage of the surrounding pipeline_parallel; None outside of one.
+surrounding_stage: ContextVar[PipelineStage | None] = ContextVar("pipeline_stage", default=None)
+
+
+@contextmanager
+def pipeline_parallel(*, rank: int, size: int) -> Iterator[PipelineStage]:
+    """Have :func:`get_model` build stage ``rank`` of ``size`` of a model.
+
+    The ranks that share each layer of the stage are those of :func:`tensor_parallel`. Stages have
+    no collectives, so no group connects them.
+
+    Raises ``ValueError`` unless ``0 <= rank < size``.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"pipeline stage {rank} is outside of range({size})")
+    token = surrounding_stage.set(stage := PipelineStage(rank, size))
+    try:
+        yield stage
+    finally:
+        surrounding_stage.reset(token)
 
 
 @contextmanager

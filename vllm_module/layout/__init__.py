@@ -12,6 +12,7 @@ from vllm_module.layout.layout import (
 )
 from vllm_module.layout.layout_file import parse_layout, read_layout
 from vllm_module.layout.shards import layout_of_shards, rows
+from vllm_module.layout.stages import layout_of_stages
 from vllm_module.layout.strided import Strided
 from vllm_module.layout.transfer import Hop, Route, TransferPlan
 
@@ -29,6 +30,7 @@ __all__ = [
     "Strided",
     "TransferPlan",
     "layout_of_shards",
+    "layout_of_stages",
     "parse_layout",
     "read_layout",
     "rows",

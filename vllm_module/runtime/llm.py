@@ -23,6 +23,7 @@ from vllm_module.config import (
     ModelConfig,
     ModelImpl,
 )
+from vllm_module.distributed import surrounding_stage
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
 from vllm_module.runtime.adapter_methods import AdapterMethods
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
@@ -177,6 +178,10 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
         self._max_logprobs = max_logprobs
         self._trusts_code = trust_remote_code
         self._seeds = random.Random(seed)
+        if surrounding_stage.get() is not None:
+            raise UnsupportedModelError(
+                "the engine runs no pipeline stages: make it outside of pipeline_parallel"
+            )
         model_config = ModelConfig(**entries)
         config = EngineConfig(**engine)
         text_folder: Path | None = None

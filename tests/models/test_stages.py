@@ -1,0 +1,287 @@
+"""Pipeline stages: each loads its own layers, and one after the other they are the whole model."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import LLM
+from vllm_module.build import registry
+from vllm_module.build.model_source import build_model
+from vllm_module.core.module import vLLMModule
+from vllm_module.distributed import PipelineStage, pipeline_parallel, run_ranks
+from vllm_module.errors import ShardingError, UnexpectedWeightError, UnsupportedModelError
+from vllm_module.hf_config import parse_config
+from vllm_module.layout import TransferPlan, layout_of_stages, parse_layout
+from vllm_module.layout.layout_file import layout_json
+from vllm_module.quantization import rules_for
+from vllm_module.testing import random_weights
+from vllm_module.weights import open_checkpoint
+
+CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
+FIVE = {"num_hidden_layers": 5}
+# Of these, three stages are uneven.
+DEEPER = {
+    "llama, tied": ("llama", FIVE | {"tie_word_embeddings": True}),
+    "deepseek-v3": ("deepseek-v3", FIVE | {"first_k_dense_replace": 3}),
+    "mamba2": ("mamba2", FIVE),
+    "bamba": ("bamba", FIVE | {"attn_layer_indices": [1, 4], "layer_types": None}),
+    "qwen3-next": ("qwen3-next", FIVE | {"layer_types": None, "full_attention_interval": 2}),
+}
+
+
+def config_of(name: str, **changed: Any) -> Any:
+    entries = CONFIGS[name]
+    hf_config = AutoConfig.for_model(**entries)
+    cls = AutoModelForCausalLM._model_mapping[type(hf_config)].__name__
+    entries = hf_config.to_dict() | changed | {"architectures": [cls]}
+    if "layer_types" in changed and changed["layer_types"] is None:
+        entries = {
+            k: v for k, v in entries.items() if k not in ("layer_types", "layers_block_type")
+        }
+    return parse_config(registry.config_class([cls]), entries, Path("config.json"))
+
+
+def build(config: Any) -> vLLMModule:
+    return build_model(config, torch.float32, torch.device("cpu")).eval()
+
+
+def stages(config: Any, count: int) -> list[vLLMModule]:
+    models = []
+    for rank in range(count):
+        with pipeline_parallel(rank=rank, size=count):
+            models.append(build(config))
+    return models
+
+
+def logits(models: list[Any], weights: Any) -> torch.Tensor:
+    """Load the stages and run tokens through them, each stage with what the one before returned."""
+    tokens = torch.arange(12) * 7 % 60
+    passed: Any = tokens
+    with torch.no_grad():
+        for model in models:
+            model.load_weights(weights)
+            passed = model(passed, torch.arange(12))
+        result: torch.Tensor = models[-1].compute_logits(passed)
+    return result
+
+
+def check_stages(config: Any, count: int, tp_size: int) -> None:
+    """Check logits, names, rules and digests of ``count`` stages against the whole model."""
+    weights = random_weights(build(config).expected_weights(), seed=3)
+
+    def both(rank: int) -> tuple[list[vLLMModule], torch.Tensor, torch.Tensor]:
+        whole, parts = build(config), stages(config, count)
+        expected, got = logits([whole], weights), logits(parts, weights)
+        return [whole, *parts], expected, got
+
+    ranks = run_ranks(tp_size, both)
+    for models, expected, got in ranks:
+        assert torch.equal(got, expected)
+        loaded = [set(each.expected_weights()) for each in models[1:]]
+        assert set().union(*loaded) == weights.keys()
+        for own, model in zip(loaded, models[1:], strict=True):
+            report: Any = model.load_report
+            assert report.skipped.keys() == weights.keys() - own
+            assert sorted(name for names in report.loaded.values() for name in names) == sorted(own)
+            for name, reason in report.skipped.items():
+                stage = int(reason.split()[2])
+                assert reason == f"pipeline stage {stage} of {count} holds it"
+                assert name in loaded[stage]
+    whole = sum(models[0].digest() for models, _, _ in ranks)
+    assert sum(each.digest() for models, _, _ in ranks for each in models[1:]) == whole
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "gpt2" not in name])
+def test_two_stages_are_the_whole_model(name: str, tp_size: int) -> None:
+    """Logits are equal bit for bit, each name is loaded by its stage, and digests add up."""
+    check_stages(config_of(name), 2, tp_size)
+
+
+@pytest.mark.parametrize("name", DEEPER)
+def test_three_uneven_stages_are_the_whole_model(name: str) -> None:
+    kind, changed = DEEPER[name]
+    config = config_of(kind, **changed)
+    check_stages(config, 3, 1)
+    held = [list(PipelineStage(rank, 3).layers(5)) for rank in range(3)]
+    assert held == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "gpt2" not in name])
+def test_the_layouts_of_stages_are_one_of_all_ranks(name: str, tied: bool) -> None:
+    """A checked layout of two stages of two ranks covers every tensor and proves what each holds.
+
+    Reading it refuses tensors that are not held whole, and boxes that overlap.
+    """
+    config = config_of(name, tie_word_embeddings=tied)
+    weights = random_weights(build(config).expected_weights(), seed=4)
+
+    def plans(rank: int) -> tuple[list[vLLMModule], list[Any], vLLMModule]:
+        models, whole = stages(config, 2), build(config)
+        found = [each.plan_weights(weights).layout(2) for each in models]
+        for each in (*models, whole):
+            each.load_weights(weights)
+        return models, found, whole
+
+    ranks = run_ranks(2, plans)
+    layout = layout_of_stages(ranks[0][1])
+    assert parse_layout(layout_json(layout)) == layout
+    assert layout.ranks == 4
+    assert {entry for entry, _, _ in layout.names()} == weights.keys()
+    for stage in range(2):
+        for rank in range(2):
+            model = ranks[rank][0][stage]
+            held = {path for path in layout.parameters if layout.shape_of(path, 2 * stage + rank)}
+            assert held >= {path for path, _ in model.named_parameters()}
+            assert held <= model.state_dict().keys()
+    digests = [model.digest(layout) for models, _, _ in ranks for model in models]
+    assert sorted(rank for digest in digests for rank in digest.ranks) == [0, 1, 2, 3]
+    assert sum(digests) == sum(whole.digest() for _, _, whole in ranks)
+
+
+def test_weights_move_from_a_whole_model_to_stages() -> None:
+    """From one rank, each stage is sent what it holds, and both ends the tied table."""
+    config = config_of("llama", num_hidden_layers=3, tie_word_embeddings=True)
+    weights = random_weights(build(config).expected_weights())
+    layouts = [each.plan_weights(weights).layout(1) for each in stages(config, 3)]
+    whole = build(config).plan_weights(weights).layout(1)
+    target = layout_of_stages(layouts)
+    table = target.owners("model.embed_tokens.weight", (0, 0))
+    assert [(owner.rank, owner.parameter) for owner in table] == [
+        (0, "model.embed_tokens.weight"),
+        (2, "model.embed_tokens.weight"),
+    ]
+    sent = TransferPlan(whole, target).sent_bytes()
+    for rank, model in enumerate(stages(config, 3)):
+        kept = sum(weights[name].nbytes for name in model.expected_weights())
+        assert sum(count for (_, to), count in sent.items() if to == rank) == kept
+
+
+def test_layouts_of_other_models_are_no_stages() -> None:
+    names = "llama", "qwen3"
+    layouts = []
+    for name in names:
+        model = build(config_of(name))
+        layouts.append(model.plan_weights(model.expected_weights()).layout(1))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen3ForCausalLM"):
+        layout_of_stages(layouts)
+    with pytest.raises(ValueError, match="got no layout"):
+        layout_of_stages([])
+
+
+def test_a_stage_reads_the_bytes_that_it_keeps(tmp_path: Path) -> None:
+    """Nothing is read of a file that only other stages need, and no byte of their tensors."""
+    config = config_of("llama", num_hidden_layers=4)
+    weights = random_weights(build(config).expected_weights())
+    save_file(weights, tmp_path / "model.safetensors")
+    for model in stages(config, 2):
+        with open_checkpoint(tmp_path) as checkpoint:
+            plan = model.plan_weights(checkpoint)
+            kept = sum(weights[name].nbytes for name in model.expected_weights())
+            assert sum(read.nbytes for read in plan.reads()) == kept
+            assert sum(end - begin for _, begin, end in plan.ranges(gap=0)) == kept
+            model.load_weights(checkpoint)
+
+
+@pytest.mark.parametrize("stored", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_both_ends_read_a_tied_weight_by_either_name(stored: str) -> None:
+    config = config_of("llama", num_hidden_layers=3, tie_word_embeddings=True)
+    weights = random_weights(build(config).expected_weights(), seed=1)
+    table = weights.pop("model.embed_tokens.weight")
+    weights[stored] = table
+    first, middle, last = (dict(each.named_parameters()) for each in _loaded(config, weights))
+    for held in (first, last):
+        assert torch.equal(held["model.embed_tokens.weight"][: len(table)], table)
+    assert first["model.embed_tokens.weight"] is not last["model.embed_tokens.weight"]
+    assert not any("embed" in name or "lm_head" in name for name in middle)
+
+
+def _loaded(config: Any, weights: Any) -> list[vLLMModule]:
+    models = stages(config, 3)
+    for model in models:
+        model.load_weights(iter(weights.items()))  # streamed: rules hold there as well
+    return models
+
+
+def test_an_update_skips_names_of_other_stages() -> None:
+    """A whole update changes a stage's own weights in place, as it does the whole model's."""
+    config = config_of("qwen3")
+    old, new = (random_weights(build(config).expected_weights(), seed=seed) for seed in (1, 2))
+    models = stages(config, 2)
+    logits(models, old)
+    addresses = [p.data_ptr() for model in models for p in model.parameters()]
+    for model in models:
+        model.update_weights(new)
+    assert addresses == [p.data_ptr() for model in models for p in model.parameters()]
+    assert torch.equal(logits(models, new), logits([build(config)], new))
+
+
+def test_a_wrong_name_is_refused_by_the_stage_that_should_have_it() -> None:
+    config = config_of("llama")
+    weights = random_weights(build(config).expected_weights())
+    first, last = stages(config, 2)
+    weights["model.layers.1.self_attn.extra.weight"] = torch.ones(2)
+    first.load_weights(weights)
+    with pytest.raises(UnexpectedWeightError, match=r"layers\.1\.self_attn\.extra\.weight"):
+        last.load_weights(weights)
+    weights = {"model.layers.2.self_attn.q_proj.weight": torch.ones(2)}
+    for model in (first, last):
+        assert [each.name for each in model.plan_weights(weights).report.unexpected] == [*weights]
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ShardingError, match="3 pipeline stages cannot share 2 layers"):
+        stages(config_of("llama"), 3)
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "QWenLMHeadModel"])
+def test_a_model_without_stages_is_refused_by_name(architecture: str) -> None:
+    entries = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "kv_channels": 8}
+    entries |= {"num_hidden_layers": 2, "intermediate_size": 24, "architectures": [architecture]}
+    config = parse_config(registry.config_class([architecture]), entries, Path("config.json"))
+    build(config)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} has no pipeline stages"):
+        stages(config, 2)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_stage_that_is_none_is_refused(rank: int) -> None:
+    with (
+        pytest.raises(ValueError, match=rf"stage {rank} is outside of range\(2\)"),
+        pipeline_parallel(rank=rank, size=2),
+    ):
+        pass
+
+
+def test_stages_are_quantized_while_they_load() -> None:
+    """A stage's layers are quantized as the whole model's are, so logits stay the same."""
+    config = config_of("llama")
+
+    def quantized() -> vLLMModule:
+        rules = rules_for("fp8_per_channel", None)
+        return build_model(config, torch.float32, torch.device("cpu"), rules).eval()
+
+    weights = random_weights(build(config).expected_weights(), seed=5)
+    parts = []
+    for rank in range(2):
+        with pipeline_parallel(rank=rank, size=2):
+            parts.append(quantized())
+    dtypes = {parameter.dtype for parameter in parts[1].parameters()}
+    assert torch.float8_e4m3fn in dtypes
+    assert torch.equal(logits(parts, weights), logits([quantized()], weights))
+
+
+def test_an_engine_of_a_stage_is_refused(tmp_path: Path) -> None:
+    with (
+        pipeline_parallel(rank=1, size=2),
+        pytest.raises(UnsupportedModelError, match="the engine runs no pipeline stages"),
+    ):
+        LLM(str(tmp_path))
