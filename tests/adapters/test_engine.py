@@ -293,3 +293,42 @@ def test_quantized_base(folder: Path, scheme: str) -> None:
     error = max((base - exact_base).abs().max(), 1e-6)
     assert (adapted - base).abs().max() > 10 * error
     assert (adapted - exact).abs().max() < 10 * error
+
+
+OWN = """
+from vllm_module import register_model
+from vllm_module.layers import RowParallelLinear
+from vllm_module.models.llama import LlamaForCausalLM
+
+
+class Own(RowParallelLinear):
+    def forward(self, x):
+        return self.tp_group.all_reduce(x @ self.weight.t())
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            old = layer.self_attn.o_proj
+            layer.self_attn.o_proj = Own(old.input.size, old.output.size, bias=False)
+
+
+register_model("OwnForCausalLM", OwnForCausalLM)
+"""
+
+
+def test_a_layer_that_ignores_adapters(folder: Path, tmp_path: Path) -> None:
+    """A request with an adapter ends with an error that names the layer; others go on."""
+    (tmp_path / "own.py").write_text(OWN)
+    own = {"model_code": tmp_path / "own.py", "hf_overrides": {"architectures": ["OwnForCausalLM"]}}
+    with load(folder, **own) as llm:
+        before = generated(llm, [PROMPTS[1]], None)
+        llm.load_adapter("a", folder / "a")
+        llm.load_adapter("b", folder / "b")
+        generated(llm, [PROMPTS[1]], "a")
+        with pytest.raises(
+            WeightLoadError, match=r"o_proj has an adapter, and its Own does not add"
+        ):
+            generated(llm, [PROMPTS[1]], "b")
+        assert generated(llm, [PROMPTS[1]], None) == before

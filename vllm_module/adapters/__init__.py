@@ -1,6 +1,6 @@
 """LoRA adapters: checkpoints that are loaded by the base model's declarations."""
 
-from vllm_module.adapters.adapter import Adapter, attach, detach
+from vllm_module.adapters.adapter import Adapter, attach, check_used, detach
 from vllm_module.adapters.config import AdapterConfig, adapter_config, read_adapter_config
 from vllm_module.adapters.files import base_names, open_adapter
 
@@ -10,6 +10,7 @@ __all__ = [
     "adapter_config",
     "attach",
     "base_names",
+    "check_used",
     "detach",
     "open_adapter",
     "read_adapter_config",

@@ -18,7 +18,7 @@ from vllm_module.adapters.config import AdapterConfig
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.report import Problem
 from vllm_module.core.tree import Node, Tree, loads_itself, locations, slots_of
-from vllm_module.errors import WeightLoadError, WeightReadError
+from vllm_module.errors import UnsupportedModelError, WeightLoadError, WeightReadError
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import ExpertsLinear, Router
 from vllm_module.layers.linear import LinearBase
@@ -281,6 +281,22 @@ def attach(adapter: Adapter, number: int, rows: AdapterRows) -> None:
         if base.adapters is None:
             base.adapters = LayerAdapters(rows)
         base.adapters.weights[number] = layer.low_rank()
+
+
+def check_used(adapter: Adapter, number: int) -> None:
+    """Raise ``UnsupportedModelError`` if a step with the adapter has not used all of its layers.
+
+    A layer of a class of the user's own may multiply in a way that nothing is added to.
+    """
+    for path, layer in adapter.named_modules():
+        if isinstance(layer, LoRALayer) and layer._parameters:
+            adapters = layer.base[0].adapters
+            if adapters is None or number not in adapters.used:
+                raise UnsupportedModelError(
+                    f"{path} has an adapter, and its {type(layer.base[0]).__name__} does not add "
+                    "what that computes: call the forward of the layer's base class, or merge the "
+                    "adapter into its base model with PEFT's merge_and_unload()"
+                )
 
 
 def detach(adapter: Adapter, number: int) -> None:

@@ -123,12 +123,14 @@ class LayerAdapters:
     Attributes:
         rows: of the step; all layers of a model share it.
         weights: what each adapter adds, by its number; those that do not adapt the layer lack.
+        used: numbers of adapters that a step has added something of.
 
     """
 
     def __init__(self, rows: AdapterRows) -> None:
         self.rows = rows
         self.weights: dict[int, LowRank] = {}
+        self.used: set[int] = set()
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return ``y [..., output]`` with what adapters add for ``x [..., input]``."""
@@ -203,4 +205,6 @@ class LayerAdapters:
     def present(self) -> list[tuple[int, LowRank, Rows]]:
         """Return the adapters of the step that adapt this layer, each with its rows."""
         weights = self.weights
-        return [(each, weights[each], rows) for each, rows in self.rows.groups if each in weights]
+        found = [(each, weights[each], rows) for each, rows in self.rows.groups if each in weights]
+        self.used.update([each for each, _, _ in found])
+        return found

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from vllm_module.adapters import Adapter, attach, base_names, detach, open_adapter
+from vllm_module.adapters import (
+    Adapter,
+    attach,
+    base_names,
+    check_used,
+    detach,
+    open_adapter,
+)
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.loader import find_and_load
 from vllm_module.build.model_source import ModelSource
@@ -85,6 +92,7 @@ class Worker:
         self._dropped = False  # True if it sleeps without weights
         self._adapter_rows = AdapterRows()
         self._adapters: dict[int, Adapter] = {}
+        self._checked: set[int] = set()  # adapters all of whose layers were used
 
     @property
     def is_encoder(self) -> bool:
@@ -236,6 +244,10 @@ class Worker:
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
         logits = self.runner.run(inputs, sampled)
+        if inputs.adapters and inputs.rows:
+            for number in {*inputs.adapters.values()} - self._checked:
+                check_used(self._adapters[number], number)
+                self._checked.add(number)
         expected = len(inputs.rows), self.source.config.vocab_size
         if not isinstance(logits, torch.Tensor) or logits.shape != expected:
             raise UnsupportedModelError(
