@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import LLM
+from vllm_module import LLM, ModelConfig, get_model
 from vllm_module.build import registry
 from vllm_module.build.model_source import build_model
 from vllm_module.core.module import vLLMModule
@@ -163,6 +164,45 @@ def test_weights_move_from_a_whole_model_to_stages() -> None:
     for rank, model in enumerate(stages(config, 3)):
         kept = sum(weights[name].nbytes for name in model.expected_weights())
         assert sum(count for (_, to), count in sent.items() if to == rank) == kept
+
+
+def test_stages_may_have_other_numbers_of_ranks() -> None:
+    """One rank of the first stage and two of the last are ranks 0, 1 and 2 of one layout."""
+    config = config_of("qwen3")
+    weights = random_weights(build(config).expected_weights())
+
+    def work(stage: int, rank: int) -> vLLMModule:
+        with pipeline_parallel(rank=stage, size=2):
+            model = build(config)
+        model.load_weights(weights)
+        return model
+
+    first = run_ranks(1, lambda rank: work(0, rank))
+    last = run_ranks(2, lambda rank: work(1, rank))
+    plans = [models[0].plan_weights(weights) for models in (first, last)]
+    layout = layout_of_stages([plans[0].layout(1), plans[1].layout(2)])
+    assert parse_layout(layout_json(layout)) == layout
+    digests = [model.digest(layout) for model in (*first, *last)]
+    assert [digest.ranks for digest in digests] == [(0,), (1,), (2,)]
+    whole = build(config)
+    whole.load_weights(weights)
+    assert sum(digests) == whole.digest()
+
+
+def test_get_model_returns_a_stage(tmp_path: Path) -> None:
+    """The surrounding stage is read from a folder, and its report names the other one."""
+    config = config_of("llama")
+    weights = random_weights(build(config).expected_weights())
+    save_file(weights, tmp_path / "model.safetensors")
+    entries = CONFIGS["llama"] | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pipeline_parallel(rank=1, size=2):
+        model = get_model(model_config=ModelConfig(model=str(tmp_path)))
+    assert "model.layers.1.mlp.down_proj.weight" in dict(model.named_parameters())
+    report = model.load_report
+    assert report is not None
+    assert report.skipped["model.embed_tokens.weight"] == "pipeline stage 0 of 2 holds it"
+    assert "skipped 10: pipeline stage 0 of 2 holds it" in str(report)
 
 
 def test_layouts_of_other_models_are_no_stages() -> None:
