@@ -222,3 +222,13 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     outputs = llm.generate(prompts, [following(regex="a{9}"), free])
     assert outputs[0].outputs[0].finish_reason == "error"
     assert len(outputs[1].outputs[0].token_ids) == 8
+
+
+def test_an_expression_that_explodes_ends_its_request_alone(llm: LLM) -> None:
+    """It is given up after a bounded amount of work; others in the step go on."""
+    prompts = [{"prompt_token_ids": [1]}, {"prompt_token_ids": [2]}]
+    free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = llm.generate(prompts[1:], free)[0].outputs[0].token_ids
+    outputs = llm.generate(prompts, [following(regex="(((a{100}){100}){100}){100}"), free])
+    assert "too many expressions" in outputs[0].error
+    assert outputs[1].outputs[0].token_ids == expected
