@@ -195,6 +195,31 @@ def test_what_cannot_be_followed_is_refused_when_the_request_comes(
     assert llm.generate([{"prompt_token_ids": [1]}], following(choice=["ab"]))[0].outputs[0].text
 
 
+CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(5_000)), 'r5000: "a"'])
+REFERENCES = {
+    "$ref": "#/$defs/r0",
+    "$defs": {f"r{i}": {"$ref": f"#/$defs/r{i + 1}"} for i in range(5_000)} | {"r5000": {}},
+}
+PATTERNS = {"type": "object", "patternProperties": {f"^a{i}": {} for i in range(600)}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"grammar": CHAIN}, "has 5002 rules or references, and may have 1000"),
+        ({"json": REFERENCES}, "has 5001 rules or references, and may have 1000"),
+        ({"json": json.dumps(REFERENCES)}, "has 5001 rules or references, and may have 1000"),
+        ({"json": PATTERNS}, "has 600 patternProperties, and may have 100"),
+    ],
+    ids=["rules", "references", "text", "patterns"],
+)
+def test_what_would_end_the_process_is_refused(llm: LLM, asked: dict[str, Any], named: str) -> None:
+    """The library overflows the stack, or works for minutes, while it compiles these."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**asked), max_tokens=4)
+    with pytest.raises(ValueError, match=named):
+        llm.generate("a", params, use_tqdm=False)
+
+
 def test_exactly_one_form_is_given() -> None:
     """Neither none nor two of them, nor an unknown one."""
     for wrong in ({}, {"json": {}, "regex": "a"}, {"choice": []}, {"regex": ""}, {"regx": "a"}):

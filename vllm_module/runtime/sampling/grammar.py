@@ -21,6 +21,11 @@ _END = "<|the end of the output|>"
 # Less than llguidance's own, with which one expression takes half a second of a step.
 _FUEL = 200_000  # work for one expression; it takes 0.06 s at most, as far as was measured
 _STATES = 50_000  # states of one grammar, of 1 to 2 kB each
+# Of rules and references that lead to each other llguidance takes a thousand, and a chain of five
+# thousand overflows the stack, which ends the process. 200 patterns of keys take it 0.3 s, and 400
+# more than ten times as long.
+_MOST_RULES = 1_000
+_MOST_PATTERNS = 100
 
 
 class Grammar:
@@ -102,6 +107,7 @@ class Grammars:
             if self._tokens is None:
                 self._tokens = self._new_tokens()
         try:
+            _check_size(params)
             grammar = _grammar_of(params)
             limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_lexer_states=_STATES)
             error = LLMatcher.validate_grammar(grammar, self._tokens, limits=limits)
@@ -129,6 +135,29 @@ class Grammars:
             raise ValueError(
                 f"structured_outputs do not work with this tokenizer: {describe_error(error)}"
             ) from None
+
+
+def _check_size(params: StructuredOutputsParams) -> None:
+    """Raise ``ValueError`` for a description that is too large to be compiled safely."""
+    rules = (params.grammar or "").count(":")  # each rule has one or more
+    patterns = 0
+    schema = params.json_schema
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    waiting: list[Any] = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            rules += "$ref" in value
+            keys = value.get("patternProperties")
+            patterns += len(keys) if isinstance(keys, dict) else 0
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    if rules > _MOST_RULES:
+        raise ValueError(f"it has {rules} rules or references, and may have {_MOST_RULES}")
+    if patterns > _MOST_PATTERNS:
+        raise ValueError(f"it has {patterns} patternProperties, and may have {_MOST_PATTERNS}")
 
 
 def _grammar_of(params: StructuredOutputsParams) -> str:
