@@ -15,6 +15,7 @@ from peft import get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, LoRARequest, SamplingParams
+from vllm_module.build import registry
 from vllm_module.errors import WeightLoadError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
@@ -296,7 +297,6 @@ def test_quantized_base(folder: Path, scheme: str) -> None:
 
 
 OWN = """
-from vllm_module import register_model
 from vllm_module.layers import RowParallelLinear
 from vllm_module.models.llama import LlamaForCausalLM
 
@@ -306,22 +306,23 @@ class Own(RowParallelLinear):
         return self.tp_group.all_reduce(x @ self.weight.t())
 
 
-class OwnForCausalLM(LlamaForCausalLM):
+class IgnoringForCausalLM(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         for layer in self.model.layers:
             old = layer.self_attn.o_proj
             layer.self_attn.o_proj = Own(old.input.size, old.output.size, bias=False)
-
-
-register_model("OwnForCausalLM", OwnForCausalLM)
 """
 
 
-def test_a_layer_that_ignores_adapters(folder: Path, tmp_path: Path) -> None:
+def test_a_layer_that_ignores_adapters(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request with an adapter ends with an error that names the layer; others go on."""
+    monkeypatch.setattr(registry, "registered", registry.Registrations())
+    monkeypatch.setattr(registry, "_from_files", {})
     (tmp_path / "own.py").write_text(OWN)
-    own = {"model_code": tmp_path / "own.py", "hf_overrides": {"architectures": ["OwnForCausalLM"]}}
+    own = {"model_code": tmp_path / "own.py", "hf_overrides": {"architectures": ["IgnoringForCausalLM"]}}
     with load(folder, **own) as llm:
         before = generated(llm, [PROMPTS[1]], None)
         llm.load_adapter("a", folder / "a")

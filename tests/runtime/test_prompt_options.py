@@ -11,8 +11,8 @@ from vllm_module.runtime.sampling.row import check_tokens
 from vllm_module.runtime.text.prompts import (
     Tokenization,
     as_prompts,
-    cache_salt,
     prompt_text,
+    request_options,
     token_ids,
 )
 
@@ -143,13 +143,13 @@ def test_a_list_of_integers_is_one_prompt() -> None:
 )
 def test_text_and_salt_of_a_prompt(prompt: Any, text: str | None, salt: str | None) -> None:
     assert prompt_text(prompt) == text
-    assert cache_salt(prompt) == salt
+    assert request_options(prompt).get("cache_salt") == salt
 
 
 @pytest.mark.parametrize("salt", ["", 3, b"x", ["x"], False])
 def test_a_salt_is_text_that_is_not_empty(salt: Any) -> None:
     with pytest.raises(ValueError, match="cache_salt should be text that is not empty"):
-        cache_salt({"prompt": "x", "cache_salt": salt})
+        request_options({"prompt": "x", "cache_salt": salt})
 
 
 def test_tokens_are_those_of_the_vocabulary() -> None:

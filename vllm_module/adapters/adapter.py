@@ -79,14 +79,14 @@ class LoRALayer(AdapterModule):
         if together and isinstance(base, ExpertsLinear) and node.parent is not None:
             names = {"": f"{node.parent.path}{base.packed}"}
         self.modules_of = names
-        ranks = {slot: config.rank(name) for slot, name in names.items()}
-        most = max(ranks.values())
-        rank = Dim.whole(most)
-        if output.names:  # experts of a layer have the same ranks, or they are refused
-            of_slot = dict(zip(output.names, ranks.values(), strict=False))
-            rank = Dim(tuple(Slot(name, of_slot[name], 1, most) for name in output.names))
+        slots = output.names or ("",)  # experts of a layer have the same ranks, or are refused
+        ranks = [config.rank(name) for name in list(names.values())[: len(slots)]]
+        most = max(ranks)
+        rank = Dim(
+            tuple(Slot(slot, each, 1, most) for slot, each in zip(slots, ranks, strict=True))
+        )
         self.lora_A = BasevLLMParameter(rank, inputs, **common)
-        self.lora_B = RankedColumnParameter(output, most, ranks, **common)
+        self.lora_B = RankedColumnParameter(output, ranks=ranks, **common)
         if together and isinstance(base, ExpertsLinear):
             self.shard_names = ()
             self.stored_beside = {name: f"{base.packed}.{name}" for name in ("lora_A", "lora_B")}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_module.parameters.dim import Dim
+from vllm_module.parameters.dim import Dim, Experts
 from vllm_module.parameters.division import Index
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
 from vllm_module.weights import Weight
@@ -21,37 +21,50 @@ class RankedColumnParameter(BasevLLMParameter):
 
     Args:
         output: the layer's output.
-        rank: the largest of the slots' ranks.
-        ranks: of each slot.
-        arguments: as of :class:`~vllm_module.parameters.BasevLLMParameter`.
+        ranks: of each slot of it, for all experts; or one, of all slots.
 
     """
 
-    ranks: Mapping[str, int]
+    ranks: tuple[int, ...]
 
-    def __new__(cls, output: Dim, rank: int, ranks: Mapping[str, int], **arguments: Any) -> Self:
-        self = super().__new__(cls, output, Dim.whole(rank), **arguments)
-        self.ranks = dict(ranks)
+    def __new__(
+        cls,
+        output: Dim,
+        *,
+        ranks: Sequence[int],
+        tp_rank: int,
+        tp_size: int,
+        dtype: torch.dtype,
+        experts: Experts | None = None,
+    ) -> Self:
+        dims = output, Dim.whole(max(ranks))
+        self = super().__new__(
+            cls, *dims, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, experts=experts
+        )
+        self.ranks = tuple(ranks)
         return self
 
-    def materialize_on(self, device: torch.device | str) -> Self:
-        return self._like(torch.zeros(self.shape, dtype=self.dtype, device=device))
+    def rank(self, slot: str | None) -> int:
+        """Return the rank of a slot; of all slots as one tensor, the largest."""
+        index = self.division.index_of(slot)[-2]
+        return max(self.ranks) if len(self.ranks) == 1 or index is None else self.ranks[index]
 
     def padding(self) -> Iterator[torch.Tensor]:
         yield from super().padding()
-        for slot, rank in self.ranks.items():
-            if rank < self.shape[-1] and 0 not in (region := super().region(slot)).shape:
-                yield region.narrow(-1, rank, self.shape[-1] - rank)
+        most = max(self.ranks)
+        for slot in self.slots if len(self.ranks) > 1 else ():
+            rank, region = self.rank(slot), super().region(slot)
+            if rank < most and region.numel():
+                yield region.narrow(-1, rank, most - rank)
 
     def checkpoint_shape(self, slot: str | None) -> torch.Size:
-        *shape, rank = super().checkpoint_shape(slot)
-        return torch.Size((*shape, rank if slot is None else self.ranks[slot]))
+        return torch.Size((*super().checkpoint_shape(slot)[:-1], self.rank(slot)))
 
     def accepts(self, slot: str | None, shape: torch.Size) -> bool:
         return shape == self.checkpoint_shape(slot)
 
     def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
-        rank = self.shape[-1] if slot is None else self.ranks[slot]
+        rank = self.rank(slot)
         for cut in self.division.cuts(slot):
             *stored, (dim, _, _) = cut.stored
             held = cut._replace(
@@ -63,4 +76,4 @@ class RankedColumnParameter(BasevLLMParameter):
 
     def region(self, slot: str | Index) -> torch.Tensor:
         view = super().region(slot)
-        return view.narrow(-1, 0, self.ranks[slot]) if isinstance(slot, str) else view
+        return view.narrow(-1, 0, self.rank(slot)) if isinstance(slot, str) else view

@@ -36,6 +36,7 @@ from vllm_module.parameters import (
     PerSlotVectorParameter,
     PerTensorScaleParameter,
     PerTensorTableParameter,
+    RankedColumnParameter,
     RowvLLMParameter,
     Slot,
 )
@@ -330,6 +331,9 @@ _LAYOUTS: Mapping[type[BasevLLMParameter], st.SearchStrategy[ParameterLayout]] =
     ),
     PerSlotVectorParameter: _weights(PerSlotVectorParameter, _TABLES, (1, 2)).map(
         lambda layout: replace(layout, entries={})  # never transposed
+    ),
+    RankedColumnParameter: st.integers(1, 4).flatmap(
+        lambda rank: _outputs(RankedColumnParameter, dtypes(), ranks=(rank,))
     ),
     ChannelQuantScaleParameter: _outputs(ChannelQuantScaleParameter, _SCALES),
     GroupQuantScaleParameter: st.sampled_from([2, 32]).flatmap(
