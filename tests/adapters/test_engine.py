@@ -173,6 +173,7 @@ def test_updates(llm: LLM, folder: Path, tmp_path: Path) -> None:
         ({f"{layer}.lora_A.weight": torch.ones(3, 32)}, "expected shape"),
         ({"model.layers.9.lora_A.weight": torch.ones(2, 32)}, "has no"),
         ({f"{layer}.lora_A.weight": torch.full((2, 32), float("nan"))}, "NaN"),
+        ({f"{layer}.lora_A.weight": torch.full((2, 32), float("inf"))}, "infinite"),
     ):
         with pytest.raises(WeightLoadError, match=why):
             llm.update_adapter("a", wrong)
@@ -322,7 +323,10 @@ def test_a_layer_that_ignores_adapters(
     monkeypatch.setattr(registry, "registered", registry.Registrations())
     monkeypatch.setattr(registry, "_from_files", {})
     (tmp_path / "own.py").write_text(OWN)
-    own = {"model_code": tmp_path / "own.py", "hf_overrides": {"architectures": ["IgnoringForCausalLM"]}}
+    own = {
+        "model_code": tmp_path / "own.py",
+        "hf_overrides": {"architectures": ["IgnoringForCausalLM"]},
+    }
     with load(folder, **own) as llm:
         before = generated(llm, [PROMPTS[1]], None)
         llm.load_adapter("a", folder / "a")

@@ -127,6 +127,13 @@ class LoRALayer(AdapterModule):
         return LowRank(a.data, b.data, tuple(parts))
 
 
+def _refuse_infinite(name: str, values: torch.Tensor) -> None:
+    if not values.isfinite().all():
+        raise WeightReadError(
+            f"{name} of the adapter has a NaN or an infinite number: save it again"
+        )
+
+
 def _dimensions(base: Adaptable, *, together: bool) -> tuple[Dim, Dim, Common]:
     """Return a layer's output and input, and the other arguments of its parameters."""
     if isinstance(base, (LinearBase, ExpertsLinear)):
@@ -192,16 +199,23 @@ class Adapter(AdapterModule):
         """Load A and B of all layers that the adapter has, by the names of their modules.
 
         Raises ``WeightLoadError`` for a name without a place, a shape that does not fit, one of A
-        and B without the other, a module that the settings name without either, and for NaN.
+        and B without the other, a module that the settings name without either, and for NaN and
+        infinity, which would reach the rows of others.
         """
         weights = self._without_copies(weights)
         self._place(weights)
         self.load_weights(weights)
         for location in locations(self):
             for slot in slots_of(location.tensor):
-                if cast(BasevLLMParameter, location.tensor).region(slot).isnan().any():
-                    name = location.stored_name(slot)
-                    raise WeightReadError(f"{name} of the adapter has a NaN: save it again")
+                values = cast(BasevLLMParameter, location.tensor).region(slot)
+                _refuse_infinite(location.stored_name(slot), values)
+
+    def update(self, weights: Mapping[str, Weight]) -> None:
+        """Update A and B in place; nothing has changed if the update is refused."""
+        for name, weight in weights.items():
+            if isinstance(weight, torch.Tensor):
+                _refuse_infinite(name, weight)
+        self.update_weights(weights)
 
     def _without_copies(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return A and B alone; what PEFT saves beside them must be what the base has."""

@@ -8,11 +8,12 @@ B for each slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 Rows: TypeAlias = slice | torch.Tensor
 
@@ -64,18 +65,99 @@ class LowRank(NamedTuple):
             y[:, output].addmm_(low[:, rank], b[output, :size].t(), alpha=scale)
 
 
+class Places(NamedTuple):
+    """Rows of a step, in the order of their adapters, each of which has as many places.
+
+    Attributes:
+        rows: the row at each place, ``[adapters * most]``; any row where an adapter has fewer.
+        inverse: the place of each row; one behind the last for rows of the base.
+
+    """
+
+    rows: torch.Tensor
+    inverse: torch.Tensor
+
+    @classmethod
+    def of(cls, rows_of: Sequence[torch.Tensor], count: int, device: torch.device) -> Places:
+        """Return those of ``count`` rows, from the rows of each adapter."""
+        rows = pad_sequence([*rows_of], batch_first=True, padding_value=-1).view(-1)
+        held = rows >= 0
+        inverse = torch.full((count,), len(rows))
+        inverse[rows[held]] = torch.arange(len(rows))[held]
+        return cls(rows.clamp_(min=0).to(device), inverse.to(device))
+
+
+class Together(NamedTuple):
+    """Several adapters of one layer, side by side: one product for all of them.
+
+    Attributes:
+        key: of which adapters, and which updates of them, this was made.
+        a: ``[adapters, ranks, input]``, the slots one after the other, each of its largest rank.
+        scale: factors of B A, ``[adapters, 1, ranks]``; 0 where an adapter has a smaller rank.
+        parts: for each slot its ranks, its range of the output, and ``[adapters, rank, output]``.
+
+    """
+
+    key: tuple[int, ...]
+    a: torch.Tensor
+    scale: torch.Tensor
+    parts: tuple[tuple[slice, slice, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, adapters: Sequence[LowRank], key: tuple[int, ...]) -> Together:
+        """Copy the A and B of adapters."""
+        of_slots: dict[tuple[int, int], dict[int, LowRankPart]] = {}
+        for index, weights in enumerate(adapters):
+            for part in weights.parts:
+                of_slots.setdefault((part.output.start, part.output.stop), {})[index] = part
+        slots, ends = list(of_slots.items()), [0]
+        for _, of_slot in slots:
+            most = max(part.rank.stop - part.rank.start for part in of_slot.values())
+            ends.append(ends[-1] + most)
+        like, count = adapters[0].a, len(adapters)
+        a = like.new_zeros(count, ends[-1], like.shape[1])
+        scale = like.new_zeros(count, 1, ends[-1])
+        parts = []
+        for ((start, stop), of_slot), (first, end) in zip(slots, pairwise(ends), strict=True):
+            b = like.new_zeros(count, end - first, stop - start)
+            for index, (rank, output, factor) in of_slot.items():
+                size = rank.stop - rank.start
+                a[index, first : first + size] = adapters[index].a[rank]
+                b[index, :size] = adapters[index].b[output, :size].t()
+                scale[index, :, first : first + size] = factor
+            parts.append((slice(first, end), slice(start, stop), b))
+        return cls(key, a, scale, tuple(parts))
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, places: Places) -> None:
+        """Add to ``y [rows, output]``, in place, what is computed of ``x [rows, input]``."""
+        count, most = len(self.a), len(places.rows) // len(self.a)
+        given = x.index_select(0, places.rows).view(count, most, -1)
+        low = torch.bmm(given, self.a.transpose(1, 2)).mul_(self.scale)
+        for ranks, output, b in self.parts:
+            added = y.new_empty(count * most + 1, b.shape[2])
+            torch.bmm(low[:, :, ranks], b, out=added[:-1].view(count, most, -1))
+            added[-1] = 0  # of rows of the base
+            y[:, output] += added.index_select(0, places.inverse)
+
+
 class AdapterRows:
     """Which rows of a step belong to the requests of which adapter.
 
     Attributes:
         groups: each adapter of the step, by its number, with its rows; none for the base model.
+        of_row: the adapter of each row, or -1.
+        places: rows in the order of their adapters; ``None`` for one adapter, and where most rows
+            are one adapter's.
+        updates: how often an adapter of the model has been updated.
 
     """
 
     def __init__(self) -> None:
+        self.updates = 0
+        self.places: Places | None = None
         self.groups: list[tuple[int, Rows]] = []
         self._numbers = torch.empty(0, dtype=torch.int64)  # adapter of each row, on the host
-        self._of_row = self._numbers
+        self.of_row = self._numbers
 
     def set(self, adapters: Mapping[int, int], starts: list[int], device: torch.device) -> None:
         """Set them for a step.
@@ -94,19 +176,26 @@ class AdapterRows:
     def select(self, rows: list[int]) -> None:
         """Go on with some rows of the step, such as those whose logits are computed."""
         if self.groups:
-            self._set(self._numbers[rows], self._of_row.device)
+            self._set(self._numbers[rows], self.of_row.device)
 
     def _set(self, numbers: torch.Tensor, device: torch.device) -> None:
-        self._numbers, self._of_row, self.groups = numbers, numbers.to(device), []
-        for adapter in sorted({*numbers.tolist()} - {-1}):
-            rows = (numbers == adapter).nonzero().view(-1)
+        self._numbers, self.of_row = numbers, numbers.to(device)
+        self.groups, self.places = [], None
+        rows_of = {
+            adapter: (numbers == adapter).nonzero().view(-1)
+            for adapter in sorted({*numbers.tolist()} - {-1})
+        }
+        for adapter, rows in rows_of.items():
             first, end = int(rows[0]), int(rows[-1]) + 1
             whole = end - first == len(rows)
             self.groups.append((adapter, slice(first, end) if whole else rows.to(device)))
+        counts = [len(rows) for rows in rows_of.values()]
+        if len(counts) > 1 and max(counts) * len(counts) <= 2 * sum(counts):
+            self.places = Places.of([*rows_of.values()], len(numbers), device)
 
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the adapter, or -1, of each of these rows of the step."""
-        return self._of_row[tokens]
+        return self.of_row[tokens]
 
     def check(self, rows: int) -> None:
         """Raise ``RuntimeError`` if a layer is not given a row for each token of the step."""
@@ -127,6 +216,8 @@ class LayerAdapters:
 
     """
 
+    _together: Together | None = None
+
     def __init__(self, rows: AdapterRows) -> None:
         self.rows = rows
         self.weights: dict[int, LowRank] = {}
@@ -138,7 +229,14 @@ class LayerAdapters:
             return y
         x, flat = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         self.rows.check(len(x))
-        for _, weights, rows in self.present():
+        present, places = self.present(), self.rows.places
+        if places is not None and len(present) == len(self.rows.groups):
+            key = (self.rows.updates, *[number for number, _, _ in present])
+            if self._together is None or self._together.key != key:
+                self._together = Together.of([weights for _, weights, _ in present], key)
+            self._together.add(x, flat, places)
+            return flat.view(y.shape)
+        for _, weights, rows in present:
             part = flat[rows]
             weights.add(x[rows], part)
             if isinstance(rows, torch.Tensor):

@@ -325,7 +325,8 @@ class Worker:
         Raises ``WeightLoadError`` if they do not fit; then nothing has changed.
         """
         adapter = self._adapters[number]
-        adapter.update_weights(base_names(weights, adapter.config))
+        adapter.update(base_names(weights, adapter.config))
+        self._adapter_rows.updates += 1
 
     def weights_state(self) -> tuple[str | None, bool]:
         """Return why the model refuses to run, or None, and whether the last update was whole."""
