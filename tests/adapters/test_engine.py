@@ -159,12 +159,18 @@ def test_loading_and_unloading(
     with pytest.raises(ValueError, match="no adapter is called 'again'"):
         llm.unload_adapter("again")
     assert generated(llm, prompts[1:], names[1:]) == wanted[1:]
+    layer = llm.executor.worker.model.model.layers[0].self_attn.qkv_proj
+    adapted = {"a", "c"}  # of the three, those with a target here
+    assert layer.adapters.weights.keys() == {
+        each.number for each in llm.list_adapters() if each.name in adapted
+    }
 
 
 def test_updates(llm: LLM, folder: Path, tmp_path: Path) -> None:
     """New weights of an adapter go in place; versions and cached pages follow."""
     prompt = [(5 * i + 2) % 60 for i in range(40)]
     before = generated(llm, [prompt], "a")
+    beside = generated(llm, [prompt] * 2, ["a", "b"])
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     new = adapt(base, tmp_path, 9, r=2, target_modules=TARGETS[0], lora_alpha=32)
     old = {name: each.clone() for name, each in get_peft_model_state_dict(new).items()}
@@ -186,6 +192,7 @@ def test_updates(llm: LLM, folder: Path, tmp_path: Path) -> None:
             ids.append(int(new(torch.tensor([ids])).logits[0, -1].argmax()))
     assert list(output.token_ids) == ids[40:] != before[0]
     assert output.weight_versions == [("0/a@1", 10)]
+    assert generated(llm, [prompt] * 2, ["a", "b"]) == [ids[40:], beside[1]]
     assert {each.name: each.updates for each in llm.list_adapters()} == {"a": 1, "b": 0, "c": 0}
     llm.unload_adapter("a")
     llm.load_adapter("a", folder / "a")

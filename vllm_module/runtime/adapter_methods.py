@@ -87,8 +87,7 @@ class AdapterMethods:
             self.executor.check()
             adapter = self.engine.adapter(name)
             self.executor.update_adapter(adapter.number, dict(weights))
-            adapter.updates += 1
-            self.engine.scheduler.reset_prefix_cache()
+            adapter.updates += 1  # requests from now on look for other pages
 
     def list_adapters(self) -> list[ServedAdapter]:
         """Return the adapters that are loaded, in the order of loading."""
