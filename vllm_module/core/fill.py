@@ -10,9 +10,10 @@ import torch
 
 from vllm_module.core.fit import converts
 from vllm_module.core.tree import Location, is_typed, slots_of
-from vllm_module.errors import DuplicateWeightError, WeightReadError
+from vllm_module.errors import DuplicateWeightError, WeightLoadError, WeightReadError
 from vllm_module.parameters import Piece
 from vllm_module.weights import Destination, Weight, read_into
+from vllm_module.weights.changes import Changes
 
 _COMPARED_BYTES = 16 << 20  # of a tied tensor at a time, so that no second copy is held whole
 _FEW = 4096  # numbers that take less time than the call of an operation
@@ -94,11 +95,22 @@ class Fill(NamedTuple):
                 )
 
 
+def refuse_elements(fills: Iterable[Fill]) -> None:
+    """Raise ``WeightLoadError`` for some elements of a tensor among what a whole load fills."""
+    for fill in fills:
+        if isinstance(fill.weight, Changes):
+            raise WeightLoadError(
+                f"{fill.name}: some elements of a tensor are for update_weights, and a load fills "
+                "all of them: send the tensor whole"
+            )
+
+
 def refuse_nan(fills: Iterable[Fill]) -> None:
     """Raise ``WeightReadError`` if a tensor in memory has a NaN; handles are not read."""
     for fill in fills:
         # What a rank holds itself is in memory where a model slept with it.
-        if isinstance(fill.weight, torch.Tensor) and not fill.held and _has_nan(fill.weight):
+        weight = fill.weight.values if isinstance(fill.weight, Changes) else fill.weight
+        if isinstance(weight, torch.Tensor) and not fill.held and _has_nan(weight):
             raise _nan_in(fill.name)
 
 

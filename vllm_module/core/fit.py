@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from vllm_module.base.messages import shorten
+from vllm_module.core import changes
 from vllm_module.core.report import Problem, fold
 from vllm_module.core.routes import routes_of
 from vllm_module.core.tree import Location, expected_shape, is_typed, loads_itself
 from vllm_module.weights import Weight, read_into
+from vllm_module.weights.changes import Changes
 
 _COMPARED_BYTES = 16 << 20  # of a vector at a time
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -31,6 +33,8 @@ def misfit(
         expected = expected_shape(tensor, slot)
         hint = ", its transpose" if len(shape) == 2 and expected == [*reversed(shape)] else ""
         return f"expected shape {expected}, got {list(weight.shape)}{hint}"
+    if isinstance(weight, Changes):
+        return changes.refusal(location, slot, weight)
     conversion = location.conversion
     dtype = tensor.dtype if conversion is None else conversion.dtype
     if conversion is None and is_typed(tensor) and tensor.stored_dtypes:

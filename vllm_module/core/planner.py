@@ -25,6 +25,7 @@ from vllm_module.core.state import in_progress
 from vllm_module.core.tree import Location, Node, Tree, slots_of, stored_tensors
 from vllm_module.errors import WeightLoadError
 from vllm_module.weights import Weight
+from vllm_module.weights.changes import Changes
 
 # Takes what a stream has brought, before the next is asked for, and what still waits to be read.
 Arrived: TypeAlias = Callable[[Sequence[Fill], Sequence[Fill]], None]
@@ -191,8 +192,9 @@ class Planner:
             first, _ = claimed[0]
             by_path = [other for other, led_to in claimed if led_to == path]
             # A tied tensor may be stored under each of its paths. A converted one cannot be
-            # compared, so it may be stored once.
-            if by_path or location.conversion is not None:
+            # compared, so it may be stored once; nor can some elements.
+            some = isinstance(weight, Changes)
+            if by_path or some or location.conversion is not None:
                 other = by_path[0] if by_path else first
                 by = "another tensor of this name" if other == name else shorten(other)
                 problem = Problem(name, f"{path} is already filled by {by}")

@@ -18,8 +18,9 @@ from torch import nn
 
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable, printable_name
+from vllm_module.core import changes
 from vllm_module.core.allocation import Allocation
-from vllm_module.core.fill import Fill, refuse_nan, refuse_nan_read
+from vllm_module.core.fill import Fill, refuse_elements, refuse_nan, refuse_nan_read
 from vllm_module.core.fit import misfit, not_zeros
 from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
@@ -36,6 +37,7 @@ from vllm_module.core.state import (
 from vllm_module.core.tree import Location, Node, Tree, own_slots, state_of
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.weights import Destination, Handle, Readers, TensorHandle, read_into
+from vllm_module.weights.changes import Changes
 
 _MOST_NAMED = 8  # tensors that the message of an error says were overwritten, numbers folded
 
@@ -96,6 +98,7 @@ class Run:
         self.failure: BaseException | None = None
         self._refuses_nan = not getattr(root, "allow_nan", False)
         self._sources: dict[str, Any] = {}  # digests
+        self._changed: set[str] = set()  # names of tensors of which some elements were sent
         self._jobs_of: Callable[[Fill], Any] = Fill.jobs
         if getattr(root, "keep_digests", False):
             from vllm_module.core.digests import digested  # needs kernels, which a load does not
@@ -127,7 +130,8 @@ class Run:
         self._process_rest()
         state, kept = state_of(self.root), self._jobs_of is not Fill.jobs
         state.report = plan.report
-        state.sources = state.sources | self._sources if kept else {}
+        before = {n: each for n, each in state.sources.items() if n not in self._changed}
+        state.sources = before | self._sources if kept else {}
         if not self.partial:
             allow_to_run(self.tree.modules)
 
@@ -174,6 +178,10 @@ class Run:
                 continue
             if target.held:
                 self.overwritten[location] = None
+            if isinstance(fill.weight, Changes):
+                changes.write(location.tensor, fill.slot, fill.weight)
+                self._changed.add(fill.name)
+                continue
             for weight, destination in self._jobs_of(fill):
                 if not isinstance(weight, torch.Tensor):
                     yield weight, destination
@@ -290,7 +298,10 @@ def loading(
     with planning(run.tree, weights, run.fill) as planner, _undone_if_broken(run, planner):
         with paused_gc(isinstance(weights, Collection)):
             yield planner
-        run.execute(planner.plan(partial=partial), open_reader)
+        plan = planner.plan(partial=partial)
+        if not partial:
+            refuse_elements(plan.fills)
+        run.execute(plan, open_reader)
 
 
 def within_load(override: Any) -> Any:

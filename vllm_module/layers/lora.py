@@ -87,7 +87,7 @@ class Places(NamedTuple):
         return cls(rows.clamp_(min=0).to(device), inverse.to(device))
 
 
-class Together(NamedTuple):
+class StackedLowRank(NamedTuple):
     """Several adapters of one layer, side by side: one product for all of them.
 
     Attributes:
@@ -104,7 +104,7 @@ class Together(NamedTuple):
     parts: tuple[tuple[slice, slice, torch.Tensor], ...]
 
     @classmethod
-    def of(cls, adapters: Sequence[LowRank], key: tuple[int, ...]) -> Together:
+    def of(cls, adapters: Sequence[LowRank], key: tuple[int, ...]) -> StackedLowRank:
         """Copy the A and B of adapters."""
         of_slots: dict[tuple[int, int], dict[int, LowRankPart]] = {}
         for index, weights in enumerate(adapters):
@@ -216,7 +216,7 @@ class LayerAdapters:
 
     """
 
-    _together: Together | None = None
+    _together: StackedLowRank | None = None
 
     def __init__(self, rows: AdapterRows) -> None:
         self.rows = rows
@@ -233,7 +233,7 @@ class LayerAdapters:
         if places is not None and len(present) == len(self.rows.groups):
             key = (self.rows.updates, *[number for number, _, _ in present])
             if self._together is None or self._together.key != key:
-                self._together = Together.of([weights for _, weights, _ in present], key)
+                self._together = StackedLowRank.of([weights for _, weights, _ in present], key)
             self._together.add(x, flat, places)
             return flat.view(y.shape)
         for _, weights, rows in present:

@@ -28,6 +28,7 @@ from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.worker import SLEEPING, Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import Weight, receive_weights, send_weights
+from vllm_module.weights.changes import Changes, whole_tensors
 
 
 class Executor:
@@ -202,14 +203,23 @@ class Executor:
             if self.size > 1 and isinstance(weights, Collection):
                 self.check()
                 self._each("check_update", weights, whole)
-            with self._or_end(self._timeout):
-                self._tell("update_weights", whole)
+            # Some elements of tensors are few bytes: they go to the other ranks as they are.
+            some = isinstance(weights, Mapping) and any(
+                isinstance(each, Changes) for each in weights.values()
+            )
+            if not some:
+                with self._or_end(self._timeout):
+                    self._tell("update_weights", whole)
             take = partial(self._do, "update_weights", whole=whole)
-            if self.size == 1:
+            if some and self.size > 1 and self._ranks.is_led:
+                assert isinstance(weights, Mapping)
+                self._everywhere("update_elements", dict(weights), whole)
+            elif self.size == 1:
                 take(weights)
             elif not self._ranks.is_led:
                 self._each("update_weights", weights, whole)
             else:
+                weights = weights if isinstance(weights, Collection) else whole_tensors(weights)
                 with self._or_end(self._timeout, unless_refused=True):
                     send_weights(weights, group=self._ranks.control, also=take)
             self._updated = True
