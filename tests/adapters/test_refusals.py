@@ -197,6 +197,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "no pattern": ({"target_modules": "("}, CheckpointFormatError, "regular expression"),
     "numbers for names": ({"target_modules": [1]}, CheckpointFormatError, "target_modules"),
+    "a number for names": ({"target_modules": 1}, CheckpointFormatError, "be a list of names"),
     "DoRA": ({"use_dora": True}, UnsupportedModelError, "use_dora is True"),
     "biases": ({"bias": "all"}, UnsupportedModelError, "bias is 'all'"),
     "whole modules": (

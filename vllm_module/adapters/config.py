@@ -191,7 +191,8 @@ def adapter_config(entries: Mapping[str, Any], where: str) -> AdapterConfig:
     try:
         return AdapterConfig(**entries)
     except ValueError as error:
-        lines = "\n".join(f"  {line}" for line in str(error).splitlines())
+        told = str(error).replace("a valid frozenset", "a list of names")
+        lines = "\n".join(f"  {line}" for line in told.splitlines())
         raise CheckpointFormatError(f"{where} is no configuration of LoRA:\n{lines}") from None
 
 
