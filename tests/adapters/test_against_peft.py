@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm_module.adapters import attach, detach, open_adapter
 from vllm_module.distributed import pipeline_parallel, run_ranks
+from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.lora import AdapterRows
 
 CPU = torch.device("cpu")
@@ -95,6 +96,11 @@ def test_experts_one_by_one(tuned: Callable[[str], Any], tmp_path: Path, ranks: 
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     again = Tuned(packed.base, tmp_path, packed.ids, packed.base_logits, packed.logits)
     assert_as_peft(again, ranks)
+    config["alpha_pattern"] = {r"experts\.2\.w1": 3, **config["alpha_pattern"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    base = load_base(packed.base)
+    with pytest.raises(UnsupportedModelError, match="another scale than other experts"):
+        attach(load_adapter(base, tmp_path), 0, AdapterRows())
 
 
 def test_sixteen_adapters_in_one_batch(tuned: Callable[[str], Any], tmp_path: Path) -> None:

@@ -134,6 +134,16 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         edited("embed_tokens.base_layer", lambda t: t + 1),
         "embed_tokens.weight.*another one than the base model's",
     ),
+    "a base of another vocabulary": (
+        "llama",
+        edited("lm_head.base_layer", lambda t: torch.cat([t, t[:4]])),
+        r"lm_head\.weight: expected shape \[60, 32\], got \[64, 32\]",
+    ),
+    "a copy of what the base lacks": (
+        "llama",
+        rename("lm_head.base_layer", "head.base_layer"),
+        r"head\.weight",
+    ),
     "nothing": ("qwen3", without(""), "lora_"),
 }
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from vllm_module import LLM, SamplingParams
 from vllm_module.errors import WeightLoadError
 from vllm_module.weights.changes import Changes, find_changes
+from vllm_module.weights.digests import digest_weight
 
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
 NAMES = (
@@ -64,6 +65,17 @@ def test_engine_and_digest(folder: Path, llm: LLM, tmp_path: Path) -> None:
         assert llm.digest().tensors == fresh.digest().tensors != digest.tensors
     llm.update_weights({name: find_changes(new[name], old[name]) for name in NAMES})
     assert (tokens(llm), llm.digest().tensors) == (before, digest.tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_digest_follows_the_changes(dtype: torch.dtype) -> None:
+    """From the old digest and the elements alone comes that of the whole new tensor."""
+    old = torch.arange(105).view(3, 5, 7).to(dtype)
+    new = old.clone()
+    new[1, 2, 3], new[2, 4, 6], new[0, 0, 0] = 7, 0, 1
+    changes = find_changes(old, new)
+    assert len(changes.indices) == 3
+    assert changes.digest_after(digest_weight(old), old) == digest_weight(new) != digest_weight(old)
 
 
 def at(*indices: int, **others: Any) -> Callable[[], Changes]:

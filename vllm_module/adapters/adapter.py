@@ -7,7 +7,7 @@ model's file has no line for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -111,20 +111,30 @@ class LoRALayer(AdapterModule):
             whole = slice(0, size), slice(0, end)
             parts.append(LowRankPart(*whole, self._config.scale(self.modules_of[first], size)))
         else:
-            present = set(self.modules_of) - self.absent
+            present = [slot for slot in self.modules_of if slot not in self.absent]
             for rank, output in zip(ranks, outputs, strict=True):
-                slot = next((each for each in present if each.endswith(rank.name)), None)
-                if slot is None:
-                    continue
-                scale = self._config.scale(self.modules_of[slot], rank.length)
-                parts.append(
-                    LowRankPart(
-                        slice(rank.offset, rank.offset + rank.length),
-                        slice(output.offset, output.offset + output.padded),
-                        scale,
+                # Of experts, the slot of each.
+                slots = [each for each in present if f".{each}".endswith(f".{rank.name}")]
+                if slots:
+                    parts.append(
+                        LowRankPart(
+                            slice(rank.offset, rank.offset + rank.length),
+                            slice(output.offset, output.offset + output.padded),
+                            self._scale(slots, rank.length),
+                        )
                     )
-                )
         return LowRank(a.data, b.data, tuple(parts))
+
+    def _scale(self, slots: Sequence[str], rank: int) -> float:
+        """Return the factor that these slots share."""
+        scales = {self._config.scale(self.modules_of[slot], rank) for slot in slots}
+        if len(scales) > 1:
+            raise UnsupportedModelError(
+                f"alpha_pattern gives {self.modules_of[slots[0]]} another scale than other experts "
+                "of its layer, which share one: merge the adapter into its base model with PEFT's "
+                "merge_and_unload()"
+            )
+        return scales.pop()
 
 
 def _refuse_infinite(name: str, values: torch.Tensor) -> None:
@@ -212,6 +222,7 @@ class Adapter(AdapterModule):
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Update A and B in place; nothing has changed if the update is refused."""
+        weights = self._without_copies(weights)
         for name, weight in weights.items():
             if isinstance(weight, torch.Tensor):
                 _refuse_infinite(name, weight)
@@ -225,7 +236,12 @@ class Adapter(AdapterModule):
             if name.endswith(".base_layer.weight")
         }
         (base,) = self.base
-        for fill in base.plan_weights(copies).fills if copies else ():
+        plan = base.plan_weights(copies)
+        plan.report.missing.clear()
+        plan.report.raise_if_refused(
+            f"The base of an adapter, {type(base).__name__},", touched=False
+        )
+        for fill in plan.fills:
             if fill.name in copies and not fill.is_held():
                 raise WeightLoadError(
                     f"{fill.name} is in the adapter, and is another one than the base model's: an "
@@ -246,7 +262,7 @@ class Adapter(AdapterModule):
             filled.setdefault(fill.location.node.module, set()).update(fill.slots)
         report = plan.report
         report.missing.clear()
-        report.unexpected[:] = [self._explained(each) for each in report.unexpected]
+        report.unexpected[:] = self._explained(report.unexpected)
         report.raise_if_refused(f"An adapter of {type(self.base[0]).__name__}", touched=False)
         for layer in self.layers():
             present = filled.get(layer, set())
@@ -260,18 +276,24 @@ class Adapter(AdapterModule):
                 f"{type(self.base[0]).__name__}"
             )
 
-    def _explained(self, problem: Problem) -> Problem:
-        """Return the problem of a name without a place, as one of the base model's module."""
-        path, dot, attr = problem.name.rpartition(".")
-        for node in Tree(self.base[0]).nodes if attr in ("lora_A", "lora_B") else ():
-            if node.path == f"{path}{dot}" and not isinstance(node.module, Adaptable):
-                kind = type(node.module).__name__
-                detail = (
-                    f"{kind} is no layer that an adapter can add to: merge the adapter into its "
-                    "base model with PEFT's merge_and_unload()"
-                )
-                return problem._replace(detail=detail)
-        return problem
+    def _explained(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Return the problems of names without a place, as those of the base model's modules."""
+        nodes = Tree(self.base[0]).nodes if problems else []
+        others = {
+            f"{node.path}{attr}": type(node.module).__name__
+            for node in nodes
+            if not isinstance(node.module, Adaptable)
+            for attr in ("lora_A", "lora_B")
+        }
+        return [
+            each._replace(
+                detail=f"{others[each.name]} is no layer that an adapter can add to: merge the "
+                "adapter into its base model with PEFT's merge_and_unload()"
+            )
+            if each.name in others
+            else each
+            for each in problems
+        ]
 
     def _targets(self, layer: LoRALayer, name: str) -> bool:
         (base,) = layer.base
@@ -318,6 +340,6 @@ def detach(adapter: Adapter, number: int) -> None:
     for layer in adapter.layers():
         (base,) = layer.base
         if base.adapters is not None:
-            base.adapters.weights.pop(number, None)
+            base.adapters.forget(number)
             if not base.adapters.weights:
                 base.adapters = None

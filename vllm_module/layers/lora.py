@@ -223,6 +223,12 @@ class LayerAdapters:
         self.weights: dict[int, LowRank] = {}
         self.used: set[int] = set()
 
+    def forget(self, number: int) -> None:
+        """Free what belongs to an adapter."""
+        self.weights.pop(number, None)
+        self.used.discard(number)
+        self._together = None
+
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return ``y [..., output]`` with what adapters add for ``x [..., input]``."""
         if not self.rows.groups:

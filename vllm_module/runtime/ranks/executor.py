@@ -213,7 +213,8 @@ class Executor:
             take = partial(self._do, "update_weights", whole=whole)
             if some and self.size > 1 and self._ranks.is_led:
                 assert isinstance(weights, Mapping)
-                self._everywhere("update_elements", dict(weights), whole)
+                given = (dict(weights),), {"whole": whole}
+                self._everywhere("call", "update_weights", *given)
             elif self.size == 1:
                 take(weights)
             elif not self._ranks.is_led:

@@ -284,10 +284,6 @@ class Worker:
             self.model.update_weights(weights)
         self._took_update = True
 
-    def update_elements(self, weights: Mapping[str, Weight], whole: bool) -> None:
-        """Update weights in place, some of which are elements of tensors."""
-        self.update_weights(weights, whole)
-
     def check_update(
         self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool
     ) -> None:
