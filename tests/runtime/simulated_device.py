@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from inspect import isfunction
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ SYNCHRONIZING = (
 )  # fmt: skip
 _KERNELS = "vllm_module.kernels."
 _current = threading.local()  # the device of each thread
+_alive: WeakValueDictionary[int, OnDevice] = WeakValueDictionary()  # by id
 CPU_ONLY = ("_for_cpu", "mkldnn", "onednn", "_cpu")  # of an operator's name
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
@@ -58,6 +59,7 @@ class OnDevice(torch.Tensor):
         layout: Any = {"strides": memory.stride(), "storage_offset": memory.storage_offset()}
         made = torch.Tensor._make_wrapper_subclass(cls, memory.shape, dtype=memory.dtype, **layout)
         made.memory = memory
+        _alive[id(made)] = made
         return made
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -131,6 +133,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] | None = None
         # Memory that graphs share: what was allocated in captures, and the tensors that use it.
         self._allocated: dict[int, tuple[torch.Tensor, list[ref[OnDevice]]]] = {}
+        self.pool: set[int] = set()  # addresses of all that was ever allocated in captures
         self.copied_back = self.waits = 0
         self.launched: set[str] = set()
         self.operators: Counter[str] = Counter()
@@ -268,6 +271,7 @@ class SimulatedDevice(TorchDispatchMode):
             elif self.calls is not None and at and at not in given:
                 count = value.untyped_storage().nbytes() // value.itemsize
                 self._allocated[at] = value.as_strided((count,), (1,), 0), [ref(wrapper)]
+                self.pool.add(at)
             return wrapper
 
         return tree_map(outer, result)
@@ -452,9 +456,20 @@ class Graph:
         assert self._device.calls is not None
         self._device._free()
         self.calls, self._device.calls = self._device.calls, None
+        # A graph keeps no memory but its pool's. Here its calls do, so no address is used again.
+        self._given = {
+            x.untyped_storage().data_ptr(): function
+            for function, args, kwargs, _ in self.calls
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+            and x.untyped_storage().data_ptr() not in {0, *self._device.pool}
+        }
 
     def replay(self) -> None:
         self.replays += 1
+        held = {x.memory.untyped_storage().data_ptr() for x in list(_alive.values())}
+        for at in self._given.keys() - held:
+            raise HostError(f"{self._given[at]} reads memory that was given up after the capture")
         for function, args, kwargs, outputs in self.calls:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             memory = {x.untyped_storage().data_ptr() for x in given}

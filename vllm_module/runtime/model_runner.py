@@ -174,7 +174,8 @@ class ModelRunner:
         # A step that replays a graph has no list longer than these.
         longest = [array("q", range(most + 1)) for _ in self._parts(_NOTHING, most, most)]
         self._static = torch.zeros_like(pack(longest, self.device), device=self.device)
-        plain = plain_rows(most, self.device)
+        # Graphs read it, and hold no memory but their pool's.
+        self._plain = plain = plain_rows(most, self.device)
         for size in (most, *reversed(sizes)):
             parts = self._parts(_NOTHING, size, size)
             packed = pack(parts, self.device)
