@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from gpu.attempt import attempt
+from gpu.change_checks import check_adapters, check_updates
 from gpu.check import SMALLEST
 from gpu.device import Gpu
 from gpu.hybrid_checks import check_hybrids
@@ -27,19 +28,22 @@ from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.errors import RankError
 
 
-def main(emit: Emit, device: Gpu, what: list[str]) -> None:
+def main(emit: Emit, device: Gpu, what: list[str], over: list[str]) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     emit(facts=device.facts() | {"transformers": transformers.__version__})
     for name in what:
         with tempfile.TemporaryDirectory() as directory:
-            CHECKS[name](partial(named, emit, name), device, Path(directory))
+            CHECKS[name](partial(named, emit, over, name), device, Path(directory))
 
 
-def named(emit: Emit, group: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
-    """Emit what a check found, or how it failed."""
+def named(
+    emit: Emit, over: list[str], group: str, name: str, work: Callable[[], dict[str, Any]]
+) -> None:
+    """Emit what a check found, or how it failed, if it is not ``over``."""
     what = {"name": f"{group}: {name}", "operation": group}
-    attempt(emit, what, lambda: {"check": work()})
+    if what["name"] not in over:
+        attempt(emit, what, lambda: {"check": work()})
 
 
 @torch.inference_mode()
@@ -197,4 +201,6 @@ CHECKS: dict[str, Callable[[Callable[..., None], Gpu, Path], None]] = {
     "hybrids": check_hybrids,
     "loading": check_loading,
     "ranks": check_ranks,
+    "adapters": check_adapters,
+    "updates": check_updates,
 }

@@ -69,7 +69,7 @@ def checks(run: Run, seconds: float) -> None:
     jobs: list[Callable[[], None]] = [
         lambda i=i: _check_kernels(run, (i, count), [], seconds) for i in range(count)
     ]
-    groups = ["eight bits", "rows", "hybrids", "loading", "ranks"]
+    groups = ["eight bits", "rows", "hybrids", "loading", "ranks", "adapters", "updates"]
     if not run.wrapper:
         each = [groups] if run.dry else [[group] for group in groups]
         jobs += [lambda what=what: _check_engines(run, what, seconds) for what in each]
@@ -115,8 +115,8 @@ def _check_kernels(run: Run, share: tuple[int, int], over: list[str], seconds: f
 
 
 def _check_engines(run: Run, groups: list[str], seconds: float) -> None:
-    def following(results: list[Result]) -> Mapping[str, Any] | None:
-        return None if results else {"what": groups}
+    def following(results: list[Result]) -> Mapping[str, Any]:
+        return {"what": groups, "over": sorted(done(results))}
 
     if not lacks(run, f"checks of {', '.join(groups)}"):
         run.jobs_until_done("checks", "engine checks", following, seconds)

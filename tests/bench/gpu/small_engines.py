@@ -76,12 +76,12 @@ def prompts() -> list[list[int]]:
     return [torch.randint(int(size or 0), (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def generated(llm: LLM) -> Scored:
+def generated(llm: LLM, adapter: str | None = None) -> Scored:
     """Generate greedily: a prompt's logprobs come from prefill, and new tokens' from decoding."""
     params = SamplingParams(
         temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+    outputs = llm.generate(_given(prompts(), adapter), params, use_tqdm=False)
     found = []
     for output in outputs:
         if output.error is not None:
@@ -93,13 +93,20 @@ def generated(llm: LLM) -> Scored:
     return found
 
 
-def scored(llm: LLM, sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _given(prompts: Sequence[list[int]], adapter: str | None) -> list[dict[str, Any]]:
+    named = {} if adapter is None else {"adapter": adapter}
+    return [{"prompt_token_ids": prompt, **named} for prompt in prompts]
+
+
+def scored(
+    llm: LLM, sequences: Sequence[list[int]], adapter: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprobs of the sequences' tokens, as one engine computes them as prompts.
 
     Also return how far each is below the greatest one.
     """
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    outputs = llm.generate([{"prompt_token_ids": s} for s in sequences], params, use_tqdm=False)
+    outputs = llm.generate(_given(sequences, adapter), params, use_tqdm=False)
     found, below = [], []
     for output in outputs:
         if output.error is not None:
