@@ -27,7 +27,6 @@ from vllm_module.hf_config import HFConfig
 from vllm_module.kernels.attention import reshape_and_cache
 from vllm_module.layers import AttentionMetadata, mla
 from vllm_module.quantization import online_rules, rows
-from vllm_module.runtime import pieces
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.testing.checkpoints import random_weights
 
@@ -194,50 +193,4 @@ def test_what_a_layer_launches(kind: str, quantization: str | None, monkeypatch)
         sys.stdout.write(f"\n{kind} {quantization or ''} {name}: {counts} {' '.join(launched)}")
         bound = BOUNDS[kind, quantization][name]
         assert all(map(int.__le__, counts, bound)), f"{counts}: {' '.join(launched)}"
-    cache.close()
-
-
-class Graph:
-    """A graph that takes one launch of the host; it computes nothing."""
-
-    launches = 0
-
-    def capture_begin(self, pool: object) -> None:
-        pass
-
-    capture_end = staticmethod(lambda: None)
-
-    def replay(self) -> None:
-        Graph.launches += 1
-
-
-@pytest.mark.parametrize(("kind", "quantization"), BOUNDS, ids=str)
-@torch.no_grad()
-def test_what_the_host_launches_in_pieces(kind: str, quantization: str | None, monkeypatch) -> None:
-    """In a mixed step with graphs in pieces: a graph, attention and a copy for each layer."""
-    model = built(kind, quantization, monkeypatch)
-    cache = KVCache(model, 4, 16, CPU, torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(Graph, "launches", 0)
-    monkeypatch.setattr(pieces, "alias", lambda tensor: tensor)  # no graph keeps its memory
-    ids, positions, metadata = step_of(STEPS["mixed"])
-    graphs = pieces.Pieces(CPU, [len(ids)])
-    graphs.capture(len(ids), model, metadata, None)
-    calls = []
-    monkeypatch.setattr(torch.nn.Module, "__call__", lambda module, *_, **__: calls.append(module))
-    with Launches() as mode:
-        graphs.run(ids, positions, metadata)
-    layers = len(model.model.layers)
-    assert Graph.launches == layers + 1
-    assert mode.names[:2] == ["copy_"] * 2  # ids and positions
-    launches, rest = divmod(len(mode.names) - 2, layers)
-    allocations = mode.allocations / layers
-    # pytest -s prints the table.
-    sys.stdout.write(
-        f"\n{kind} {quantization or ''} in pieces: {launches + 1} launches, {allocations:g} "
-        f"allocations a layer: {' '.join(mode.names[2 : 2 + launches])}"
-    )
-    assert (launches + 1, rest) == (6, 0)
-    assert calls == []
     cache.close()

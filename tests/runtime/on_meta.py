@@ -41,7 +41,6 @@ from vllm_module.hf_config import parse_config
 from vllm_module.kernels.rows.rms_norm import rms_norm
 from vllm_module.layers import RotaryEmbedding
 from vllm_module.quantization import rows, rules_for
-from vllm_module.runtime import pieces
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.cache.state_cache import StateCache
 from vllm_module.runtime.model_runner import ModelRunner
@@ -215,7 +214,6 @@ def no_graphs() -> None:
     for name in ("graph", "graph_pool_handle", "Stream", "stream", "synchronize"):
         setattr(torch.cuda, name, nothing)
     torch.cuda.CUDAGraph = Graph
-    pieces.alias = lambda tensor: tensor  # there is no memory
 
 
 class Served:

@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vllm_module.runtime import pieces
 from vllm_module.weights import reading
 
 try:
@@ -159,7 +158,6 @@ class SimulatedDevice(TorchDispatchMode):
             # All tensors of the device are of inference mode: torch has no views of others in it.
             patch.setattr(torch, "is_inference_mode_enabled", lambda: False)
             patch.setattr(torch, "inference_mode", lambda mode=True: inference())
-            patch.setattr(pieces, "alias", lambda tensor: OnDevice(tensor.memory))
             patch.setattr(torch.cuda, "synchronize", nothing)
             patch.setattr(gc, "collect", nothing)  # 0.3 s a capture, for nothing that is simulated
             patch.setattr(torch.cuda, "current_stream", lambda device: Stream(_current.device))

@@ -53,7 +53,7 @@ class Recurrent(RecurrentLayer):
     def forward(self, x: torch.Tensor, metadata: AttentionMetadata | None) -> torch.Tensor:
         if metadata is None:
             return self._over_sequences(x, None)
-        return metadata.attend(self._over_sequences, x)
+        return self._over_sequences(x, metadata)
 
     def _over_sequences(self, x: torch.Tensor, metadata: AttentionMetadata | None) -> torch.Tensor:
         states, places = self.kept(metadata)
@@ -198,14 +198,14 @@ def test_tokens_over_a_schedule_are_those_of_whole_sequences(
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_graphs_give_the_same_tokens(caching: bool) -> None:
-    """On a simulated device, where steps overlap and replay graphs, whole and in pieces."""
+    """On a simulated device, where steps overlap and replay graphs."""
     served = Served(Hybrid(), 80, simulated=True, caching=caching)
     served.check(8)
     assert bool(served.hits) == caching
     assert served.moves[1]
     graphs = served.runner._graphs.values()
     assert sum(graph.replays for graph in graphs), "no graph was replayed"
-    assert served.runner._pieces.sizes, "prompts were not captured"
+    assert served.runner._sizes[False], "prompts were not captured"
 
 
 def test_padding_changes_no_state() -> None:
@@ -220,7 +220,7 @@ def test_padding_changes_no_state() -> None:
         served.runner.run(
             StepInputs([5] * 3, [0] * 3, slots, [1] * 3, [0, 1, 2, 3], rows, pages, 1, [0, 1, 2], 1)
         )
-    assert served.runner._graphs[4].replays == 1
+    assert served.runner._graphs[True, 4].replays == 1
     for states in served.states._states:
         assert (states.memory[:, 0] == 7).all()
         assert not (states.memory[:, 1:] == 7).all()

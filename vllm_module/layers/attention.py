@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -63,23 +63,6 @@ class AttentionMetadata:
             tables, lengths, starts = self.block_tables, self.context_lens, self.query_start_loc
             object.__setattr__(self, "layout", PagedLayout(tables, lengths, starts, slots))
         return self
-
-    def attend(
-        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, **others: Any
-    ) -> torch.Tensor:
-        """Return ``function(*tensors, self, **others)``.
-
-        A layer calls all that reads the attributes of this object through here, so that the rest of
-        a model depends on the number of tokens alone. What runs the model may then compute the rest
-        once for steps of many kinds, and call the function for each step, with its metadata.
-
-        Args:
-            function: returns a tensor of a row for each token; zeros for tokens of no sequence.
-            tensors: those that the model has computed from the step's tokens, a row for each.
-            others: what else the function is called with, such as parameters.
-
-        """
-        return function(*tensors, self, **others)
 
 
 class Attention(QuantizableKVCache):
@@ -152,12 +135,12 @@ class Attention(QuantizableKVCache):
             scores = self.softcap, self.alibi_slopes, sinks
             output = causal_attention(query, key, value, self.scale, self.sliding_window, *scores)
             return output.transpose(0, 1).flatten(1)
-        attend = metadata.attend
+        attend = self._attend_to_cache
         if torch.compiler.is_compiling():
             # Compiled by torch 2.13, it writes to the wrong address if the layers' caches are views
             # of one tensor. Not a decorator, because that imports the compiler with this file.
             attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
-        return attend(self._attend_to_cache, query, key, value, sinks=sinks, rotate=rotate)
+        return attend(query, key, value, metadata, sinks, rotate)
 
     def _attend_to_cache(
         self,

@@ -331,10 +331,10 @@ class MLAAttention(QuantizableKVCache):
             output = causal_attention(query.transpose(0, 1), keys, keys, self.scale)
             output = output[..., : self.kv_lora_rank]
         else:
-            attend = metadata.attend
+            attend = self._attend_to_cache
             if torch.compiler.is_compiling():  # see Attention.forward
                 attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
-            output = attend(self._attend_to_cache, query, kv_c, k_pe).transpose(0, 1)
+            output = attend(query, kv_c, k_pe, metadata).transpose(0, 1)
         return _bmm(output, w_uv).transpose(0, 1).flatten(1)
 
     def _in_fewest_launches(
@@ -352,31 +352,16 @@ class MLAAttention(QuantizableKVCache):
         latent = self.kv_lora_rank
         query = q_pe.new_empty(*q_pe.shape[:2], latent + q_pe.shape[2])
         torch.bmm(q_nope.transpose(0, 1), w_uk, out=query[..., :latent].transpose(0, 1))
-        norm = kv_c.weight, kv_c.eps, kv_c.weight_offset  # and not its input, which may be freed
-        output = metadata.attend(
-            self._rotate_and_attend_to_cache, query, q_pe, kv_c.x, k_pe, rotate=rotate, norm=norm
-        )
+        norm = kv_c.weight, kv_c.eps, kv_c.weight_offset
+        cos, sin = rotate.cos_sin
+        rotate_and_cache_mla(
+            q_pe, kv_c.x, k_pe, cos, sin, query[..., latent:], self._cache(),
+            metadata.slot_mapping, self.k_scale, *norm, rotate.is_neox_style,
+        )  # fmt: skip
+        output = self._attend(query, metadata)
         y = output.new_empty(len(output), self.num_heads, w_uv.shape[2])
         torch.bmm(output.transpose(0, 1), w_uv, out=y.transpose(0, 1))
         return y.flatten(1)
-
-    def _rotate_and_attend_to_cache(
-        self,
-        query: torch.Tensor,
-        q_pe: torch.Tensor,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
-        metadata: AttentionMetadata,
-        rotate: Rotation,
-        norm: tuple[torch.Tensor, float, float],
-    ) -> torch.Tensor:
-        """Attend with ``query``, of which the part with positions is written here."""
-        cos, sin = rotate.cos_sin
-        rotate_and_cache_mla(
-            q_pe, kv_c, k_pe, cos, sin, query[..., self.kv_lora_rank :], self._cache(),
-            metadata.slot_mapping, self.k_scale, *norm, rotate.is_neox_style,
-        )  # fmt: skip
-        return self._attend(query, metadata)
 
     def _attend_to_cache(
         self,

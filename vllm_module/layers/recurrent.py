@@ -71,13 +71,10 @@ class RecurrentLayer(vLLMModule):
         metadata: AttentionMetadata | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Return ``function(*tensors, metadata)``, by :meth:`AttentionMetadata.attend`."""
-        if metadata is None:
-            return function(*tensors, None)
-        attend = metadata.attend
-        if torch.compiler.is_compiling():  # as in Attention.forward
-            attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
-        return attend(function, *tensors)
+        """Return ``function(*tensors, metadata)``; torch.compile leaves it as it is."""
+        if metadata is not None and torch.compiler.is_compiling():  # as in Attention.forward
+            function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return function(*tensors, metadata)
 
 
 class DecayingLayer(RecurrentLayer):

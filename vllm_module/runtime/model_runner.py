@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import logging
 from array import array
 from bisect import bisect_left
 from typing import Any
@@ -16,12 +16,25 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
 from vllm_module.layers.lora import AdapterRows
-from vllm_module.runtime.pieces import Pieces, captured_sizes
 from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, upload
 
 _NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step without tokens
+_log = logging.getLogger(__name__)
+
+# With more tokens, the device takes longer for a step than the host to launch its kernels.
+MOST_TOKENS = 2048
+
+
+def captured_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens to capture, ascending, for steps of up to ``most`` tokens.
+
+    They are of steps that do not only decode.
+    """
+    most = min(most, MOST_TOKENS)
+    sizes = 16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, MOST_TOKENS, 256)
+    return [size for size in sizes if size < most] + [most] * (most > 0)
 
 
 class ModelRunner:
@@ -29,11 +42,12 @@ class ModelRunner:
 
     The block tables stay on the device. A step's other numbers are copied there in one buffer.
 
-    On a GPU, steps that only decode replay CUDA graphs of the model, its logits and their first
-    tokens, which :meth:`capture` records for some batch sizes. The next such step overwrites logits
-    and tokens. A batch is padded to the next of these sizes with sequences of no tokens: context 0,
-    and cache slot -1, where nothing is stored. Other steps of few tokens replay graphs of the parts
-    between attention layers, unless torch.compile fuses those.
+    On a GPU, steps of few tokens replay CUDA graphs, which :meth:`capture` records for some numbers
+    of tokens: of the model, and for steps that only decode also of its logits and their first
+    tokens. The next step that replays one overwrites its results. Nothing of a layout but the
+    numbers of tokens and sequences is part of a graph, so a step is padded to the next of these
+    sizes: with tokens whose cache slot is -1, where nothing is stored, and with sequences of
+    context 0.
 
     Args:
         model: this rank's model.
@@ -70,13 +84,14 @@ class ModelRunner:
         # Each row begins at an aligned address, because a step may get a view of some rows.
         width = -(-max_pages // ALIGNMENT) * ALIGNMENT
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # Logits of the last graph, which all graphs share.
+        # By whether steps only decode, and the number of tokens.
+        self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
+        self._sizes: dict[bool, list[int]] = {True: [], False: []}  # ascending
+        # Hidden states, or logits, of the last graph of a kind: all of the kind share them.
+        self._hidden: torch.Tensor | None = None
         self._decoded: torch.Tensor | None = None
         self._firsts: dict[int, torch.Tensor] = {}  # by size, the first token of each row
         self._first = torch.empty(0)  # those of the last graph
-        self._sizes: list[int] = []  # of graphs, ascending
-        self._pieces: Pieces | None = None
         self._compiled = compiled
 
     @torch.inference_mode()
@@ -91,17 +106,15 @@ class ModelRunner:
         Raises ``UnsupportedModelError`` if the model does not return a row for each token.
 
         """
-        count, size = len(inputs.input_ids), self._graph_size(inputs)
-        padded, pieces = size, self._pieces
+        count, sequences = len(inputs.input_ids), len(inputs.context_lens)
         if inputs.adapters or self._adapters.groups:
             self._adapters.set(inputs.adapters, inputs.query_start_loc, self.device)
-        if size is None and pieces is not None and not inputs.adapters:
-            padded = pieces.size_for(count)
-        padding = 0 if padded is None else padded - count
-        parts = self._parts(inputs, padding, 0 if size is None else padding)
+        decodes, size = inputs.max_query_len == 1, self._graph_size(inputs)
         if size is None:
+            parts = self._parts(inputs, count, sequences)
             views = upload(parts, self.device)
         else:
+            parts = self._parts(inputs, size, self._sequences(size))
             packed = pack(parts, self.device)
             views = unpack(self._static[: len(packed)].copy_(packed, non_blocking=True), parts)
         *step, rows, entries, pages = views
@@ -110,21 +123,20 @@ class ModelRunner:
         if sampled is not None:
             ids = step[0]
             torch.clamp(sampled.index_select(0, ids), min=0, out=ids)
-        if size is not None:
-            self._graphs[size].replay()
-            assert self._decoded is not None
-            self._first = self._firsts[size]
-            logits = self._decoded[:count]
-            return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
-        # True if the step has all tokens of every context.
-        fresh = padded is None and inputs.max_query_len > 1 and sum(inputs.context_lens) == count
-        metadata = self._metadata(step, inputs, fresh)
-        if padded is None:
+        if size is None:
+            # True if the step has all tokens of every context.
+            fresh = not decodes and sum(inputs.context_lens) == count
+            metadata = self._metadata(step, inputs.max_query_len, inputs, fresh)
             hidden = self._forward(step[0], step[1], metadata.laid_out())
         else:
-            assert pieces is not None, "they have this size"
-            with blamed_on(self._cls):
-                hidden = pieces.run(step[0], step[1], metadata)
+            self._graphs[decodes, size].replay()
+            if decodes:
+                assert self._decoded is not None
+                self._first = self._firsts[size]
+                logits = self._decoded[:count]
+                return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
+            assert self._hidden is not None
+            hidden = self._hidden
         if inputs.adapters:
             self._adapters.select(inputs.rows)
         return self._logits(hidden, rows)
@@ -146,88 +158,106 @@ class ModelRunner:
     def capture(self, max_num_batched_tokens: int) -> None:
         """Capture the graphs of steps of at most ``max_num_batched_tokens``, in one memory pool.
 
-        Graphs in pieces are captured first, because they are the largest.
+        Graphs of steps with prompts are captured first, because they are the largest. If one cannot
+        be captured, such steps run without graphs, and a log message says why. torch.compile has
+        graphs of steps that only decode alone: it would compile a model for each number of tokens.
         """
         # A new stream: torch's own belongs to the process's first capture, maybe on another device.
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch has no hints
-        pool = torch.cuda.graph_pool_handle()
-        if not self._compiled:
-            # Weights and tables must be complete for the new stream.
-            torch.cuda.synchronize(self.device)
-            with torch.cuda.stream(stream):
-                self._capture_pieces(captured_sizes(max_num_batched_tokens), pool)
-        self._capture_decoding(stream, pool)
-
-    def _capture_pieces(self, sizes: list[int], pool: Any) -> None:
-        """Capture graphs of the parts between attention layers, the largest first."""
-        self._pieces = Pieces(self.device, sizes)
-        # Collecting garbage inside a capture could free memory that must not be freed then.
-        gc.collect()
-        for size in reversed(sizes):
-            step = upload(self._parts(_NOTHING, size, 1), self.device)[:-3]
-            self._pieces.capture(size, self._forward, self._metadata(step), pool)
-
-    def _capture_decoding(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        """Capture graphs of whole steps that only decode, the largest first."""
-        most = len(self._tables)
-        sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most]
+        pool, most = torch.cuda.graph_pool_handle(), len(self._tables)
+        prompts = [] if self._compiled else captured_sizes(max_num_batched_tokens)
         # A step that replays a graph has no list longer than these.
-        longest = [array("q", range(most + 1)) for _ in self._parts(_NOTHING, most, most)]
-        self._static = torch.zeros_like(pack(longest, self.device), device=self.device)
+        self._longest = max(most, *prompts, 1)
+        lists = [array("q", range(self._longest + 1)) for _ in self._parts(_NOTHING, 1, 1)]
+        self._static = torch.zeros_like(pack(lists, self.device), device=self.device)
         # Graphs read it, and hold no memory but their pool's.
-        self._plain = plain = plain_rows(most, self.device)
-        for size in (most, *reversed(sizes)):
-            parts = self._parts(_NOTHING, size, size)
-            packed = pack(parts, self.device)
-            self._static[: len(packed)].copy_(packed)
-            step = unpack(self._static, parts)[:-3]
-            # The first run compiles kernels and allocates the libraries' workspaces.
-            logits = self._decode(step)
-            if self._decoded is None:
-                self._decoded = torch.empty(logits.shape, dtype=logits.dtype, device=self.device)
-            choose = self._decoded[:size], plain[0][:size], plain[1][:size], False, False
-            draw_tokens(*choose)
-            torch.cuda.synchronize(self.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool, stream):
-                self._decoded[:size].copy_(self._decode(step))
-                self._firsts[size] = draw_tokens(*choose).view(-1)
-            self._graphs[size] = graph
-        self._sizes = sorted(self._graphs)
+        self._plain = plain_rows(most, self.device)
+        for size in reversed(prompts):
+            if not self._capture(False, size, pool, stream):
+                break
+        else:
+            self._sizes[False] = prompts
+        decoding = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
+        for size in reversed(decoding):
+            self._capture(True, size, pool, stream)
+        self._sizes[True] = decoding
 
-    def _decode(self, step: list[torch.Tensor]) -> torch.Tensor:
-        """Return the logits of sequences with one new token each."""
-        metadata = self._metadata(step).laid_out()
-        return self._logits(self._forward(step[0], step[1], metadata), slice(None))
+    def _capture(self, decodes: bool, size: int, pool: Any, stream: torch.cuda.Stream) -> bool:
+        """Capture the graph of so many tokens; return False if a step with prompts has none."""
+        parts = self._parts(_NOTHING, size, self._sequences(size))
+        packed = pack(parts, self.device)
+        self._static[: len(packed)].copy_(packed)
+        step = unpack(self._static, parts)[:-3]
+        # The first run compiles kernels and allocates the libraries' workspaces.
+        self._compute(decodes, step)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool, stream):
+                self._compute(decodes, step)
+        except Exception as error:
+            if decodes:
+                _log.error("enforce_eager=True does without CUDA graphs: a capture failed")
+                raise
+            _log.warning("steps with prompts run without CUDA graphs: %s", error)
+            return False
+        self._graphs[decodes, size] = graph
+        return True
+
+    def _compute(self, decodes: bool, step: list[torch.Tensor]) -> None:
+        """Compute what a graph does."""
+        size = len(step[0])
+        metadata = self._metadata(step, 1 if decodes else size)
+        hidden = self._forward(step[0], step[1], metadata.laid_out())
+        if not decodes:
+            if self._hidden is None:  # of the largest size, which is the first
+                self._hidden = torch.empty_like(hidden)
+            self._hidden[:size].copy_(hidden)
+            return
+        logits = self._logits(hidden, slice(None))
+        if self._decoded is None:
+            self._decoded = torch.empty_like(logits)
+        self._decoded[:size].copy_(logits)
+        rows, settings = (each[:size] for each in self._plain)
+        first = draw_tokens(self._decoded[:size], rows, settings, False, False)
+        self._firsts[size] = first.view(-1)
+
+    def _sequences(self, size: int) -> int:
+        """Return the number of sequences in a graph of so many tokens."""
+        return min(size, len(self._tables))
 
     def _graph_size(self, inputs: StepInputs) -> int | None:
-        """Return the size of the graph to replay; ``None`` for a step without one."""
-        if inputs.max_query_len > 1 or not self._sizes or inputs.adapters:
+        """Return the number of tokens of the graph to replay; ``None`` for a step without one."""
+        sizes = self._sizes[inputs.max_query_len == 1]
+        at = bisect_left(sizes, len(inputs.input_ids))
+        if at == len(sizes) or inputs.adapters:
             return None
-        if sum(len(pages) for _, _, pages in inputs.new_pages) > self._sizes[-1]:
+        if sum(len(pages) for _, _, pages in inputs.new_pages) > self._longest:
             return None  # after a fork, or when sequences start over or are swapped in
-        return self._sizes[bisect_left(self._sizes, len(inputs.input_ids))]
+        return sizes[at]
 
-    def _parts(self, inputs: StepInputs, padding: int, sequences: int) -> list[Numbers]:
-        """Return all numbers that the device needs, with ``padding`` tokens that are not stored.
+    def _parts(self, inputs: StepInputs, tokens: int, sequences: int) -> list[Numbers]:
+        """Return all numbers that the device needs, with padding to so many tokens and sequences.
 
-        The first ``sequences`` of these tokens form a sequence of context 0 each.
+        Padding is not stored. A padding sequence has one of the padding tokens, if one is left.
         """
-        width, tokens = self._tables.shape[1], len(inputs.input_ids)
+        width, count = self._tables.shape[1], len(inputs.input_ids)
         entries: list[int] = []
         pages: list[int] = []
         for row, first, changed in inputs.new_pages:
             assert first + len(changed) <= width, "a row of the block tables ends here"
             entries += range(row * width + first, row * width + first + len(changed))
             pages += changed
-        zeros, none = [0] * padding, [0] * sequences
+        zeros = [0] * (tokens - count)
+        none = [0] * (sequences - len(inputs.context_lens))
+        ends = [min(count + at, tokens) for at in range(1, len(none) + 1)]
         return [
             array("q", inputs.input_ids + zeros),
             array("q", inputs.positions + zeros),
-            array("q", inputs.slot_mapping + [-1] * padding),
+            array("q", inputs.slot_mapping + [-1] * len(zeros)),
             array("i", inputs.context_lens + none),
-            array("i", [*inputs.query_start_loc, *range(tokens + 1, tokens + sequences + 1)]),
-            array("q", inputs.table_rows + [-1] * sequences),  # slots of states
+            array("i", inputs.query_start_loc + ends),
+            array("q", inputs.table_rows + [-1] * len(none)),  # slots of states
             array("q", inputs.table_rows + none),
             array("q", inputs.rows),
             array("q", entries),
@@ -235,18 +265,22 @@ class ModelRunner:
         ]
 
     def _metadata(
-        self, step: list[torch.Tensor], inputs: StepInputs | None = None, fresh: bool = False
+        self,
+        step: list[torch.Tensor],
+        longest: int,
+        inputs: StepInputs | None = None,
+        fresh: bool = False,
     ) -> AttentionMetadata:
         """Return the metadata of a step, whose tensors are in the order of :meth:`_parts`.
 
         The block tables are a view if their rows are adjacent. Without ``inputs``, as in a graph,
-        they are a copy with all columns, and each sequence has one new token.
+        they are a copy with all columns. ``longest`` is the most tokens of one sequence.
         """
         _, _, slot_mapping, context_lens, query_start_loc, slots, rows = step
         if inputs is None:
-            tables, longest = self._tables.index_select(0, rows), 1
+            tables = self._tables.index_select(0, rows)
         else:
-            tables, longest = self._tables[:, : inputs.num_table_pages], inputs.max_query_len
+            tables = self._tables[:, : inputs.num_table_pages]
             first, count = inputs.table_rows[0], len(inputs.table_rows)
             adjacent = inputs.table_rows == list(range(first, first + count))
             tables = tables[first : first + count] if adjacent else tables.index_select(0, rows)

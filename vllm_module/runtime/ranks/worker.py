@@ -30,8 +30,7 @@ from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
 from vllm_module.layers.lora import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
-from vllm_module.runtime.model_runner import ModelRunner, described_result
-from vllm_module.runtime.pieces import MOST_TOKENS
+from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.sampling.sampler import warm_up
 from vllm_module.runtime.step_inputs import StepInputs

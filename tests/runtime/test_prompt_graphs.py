@@ -1,4 +1,4 @@
-"""Graphs of what is between attention layers, for steps with prompts."""
+"""CUDA graphs of steps with prompts, on a simulated device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import runpy
 from array import array
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +25,11 @@ from vllm_module.build.registry import config_class
 from vllm_module.distributed import SimulatedGroup, run_ranks
 from vllm_module.hf_config import parse_config
 from vllm_module.layers import AttentionMetadata
-from vllm_module.runtime import pieces
+from vllm_module.runtime import model_runner
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.model_runner import ModelRunner
-from vllm_module.runtime.pieces import Pieces, alias, captured_sizes
+from vllm_module.runtime.model_runner import ModelRunner, captured_sizes
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs
@@ -50,12 +50,13 @@ KINDS = ("qwen3-moe", "gpt-oss", "deepseek-v3", "gemma2")
 
 
 class Both:
-    """A model on a CPU, without graphs, and the same on a device, with graphs in pieces.
+    """A model on a CPU, without graphs, and the same on a device, with graphs.
 
     Called with a step, it runs it on both, compares logits and caches, and returns the CPU's.
 
     Attributes:
-        replayed: for each step, the number of tokens of its graphs; ``None`` without.
+        replayed: for each step, the number of tokens of its graph; ``None`` for a step without one,
+            and for one that only decodes.
 
     """
 
@@ -85,22 +86,19 @@ class Both:
             self.cache.move(inputs.pages)
             KVCache.move(self.stored, inputs.pages)
         expected = self.plain.run(inputs, sampled)
-        self.replayed.append(None)
-        with self.present(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.graphs._pieces, "run", self._run)
+        prompts = inputs.max_query_len > 1
+        self.replayed.append(self.graphs._graph_size(inputs) if prompts else None)
+        with self.present():
             if sampled is not None:
                 sampled = type(self.graphs._tables)(sampled)
             got = self.graphs.run(inputs, sampled).memory
+        if self.replayed[-1] is not None:
+            hidden = self.graphs._hidden.memory  # type: ignore[union-attr]
+            assert hidden[: self.replayed[-1]].isfinite().all(), "padding may reach other rows"
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
         for ours, theirs in zip(self.stored._caches, self.cache._caches, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
         return expected
-
-    def _run(self, ids: Any, *others: Any) -> Any:
-        self.replayed[-1] = len(ids)
-        hidden = Pieces.run(self.graphs._pieces, ids, *others)
-        assert hidden.memory.isfinite().all(), "padding may reach other rows"
-        return hidden
 
 
 def built(kind: str) -> vLLMModule:
@@ -116,7 +114,7 @@ def built(kind: str) -> vLLMModule:
 @pytest.fixture(scope="module", autouse=True)
 def sizes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "MOST_TOKENS", GRAPHS[-1])
+        patch.setattr(model_runner, "MOST_TOKENS", GRAPHS[-1])
         yield
 
 
@@ -185,6 +183,19 @@ REQUESTS = [
 ]
 
 
+def test_a_step_with_prompts_is_one_graph(both: Both) -> None:
+    """Beside it the host launches a copy for each step, and the logits of chosen rows."""
+    graphs = both.graphs._graphs.values()
+    both.device.operators.clear()
+    before = sum(graph.replays for graph in graphs)
+    serve(both, REQUESTS[:1])
+    assert sum(graph.replays for graph in graphs) == before + 2  # and a step that decodes
+    launched = dict(both.device.operators)
+    for view in ("slice", "view"):
+        del launched[view]
+    assert launched == {"copy_": 2, "index_copy_": 1, "index": 1, "linear": 1}
+
+
 def test_every_kind_of_model(of_kind: Both) -> None:
     """With experts, sinks, latent attention, soft caps and windows, whatever the padding."""
     serve(of_kind, REQUESTS)
@@ -192,7 +203,7 @@ def test_every_kind_of_model(of_kind: Both) -> None:
     of_kind.cache.close()
 
 
-_library = torch.library.Library("pieces_of_ranks", "DEF")
+_library = torch.library.Library("graphs_of_ranks", "DEF")
 _library.define("all_reduce(Tensor x, int rank, int size) -> Tensor")
 _library.define("all_gather(Tensor x, int dim, int rank, int size) -> Tensor")
 _library.impl(
@@ -214,10 +225,10 @@ class Captured:
         self.rank, self.size = rank, size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.ops.pieces_of_ranks.all_reduce(tensor, self.rank, self.size)
+        return torch.ops.graphs_of_ranks.all_reduce(tensor, self.rank, self.size)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.ops.pieces_of_ranks.all_gather(tensor, dim, self.rank, self.size)
+        return torch.ops.graphs_of_ranks.all_gather(tensor, dim, self.rank, self.size)
 
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "deepseek-v3"])
@@ -237,97 +248,103 @@ def test_ranks_replay_together(kind: str) -> None:
 
 
 def test_sizes_are_few_and_waste_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are 16, 32 and multiples of 64 up to 512, or up to the most tokens of a step."""
-    monkeypatch.setattr(pieces, "MOST_TOKENS", 512)
-    assert captured_sizes(8192) == captured_sizes(512) == [16, 32, *range(64, 513, 64)]
+    """Of a step of more than 64 tokens, at most a fifth is padding, or less than 64 tokens."""
+    monkeypatch.setattr(model_runner, "MOST_TOKENS", 2048)
+    sizes = captured_sizes(8192)
+    assert sizes == captured_sizes(2048) == sorted(set(sizes))
+    assert (sizes[:3], sizes[-1], len(sizes)) == ([16, 32, 64], 2048, 18)
+    for tokens in range(65, 2049):
+        padded = next(size for size in sizes if size >= tokens)
+        assert padded - tokens < max(64, padded / 5)
     assert captured_sizes(100) == [16, 32, 64, 100]
     assert [captured_sizes(most) for most in (0, 1, 16, 17)] == [[], [1], [16], [16, 17]]
-    made = Pieces(CPU, captured_sizes(100))
-    assert [made.size_for(tokens) for tokens in (1, 16, 17, 100, 101)] == [16, 16, 32, 100, None]
-    assert Pieces(CPU, []).size_for(1) is None
 
 
-def test_an_alias_shares_memory_and_does_not_keep_it() -> None:
-    """Of any view, it has the address, shape, strides and numbers, and another storage."""
-    whole = torch.arange(24.0).to(torch.bfloat16).view(4, 6)
-    for view in (whole, whole[1:, 2:5], whole.t(), whole[2], whole[:0], whole.view(2, 2, 6)[:, 1]):
-        same = alias(view)
-        assert torch.equal(same, view)
-        assert (same.data_ptr(), same.stride(), same.dtype) == (
-            view.data_ptr(), view.stride(), view.dtype,
-        )  # fmt: skip
-        same += 1
-        assert torch.equal(same, view)
-        assert same.untyped_storage()._cdata != view.untyped_storage()._cdata
+def faulty_parts(change: Callable[[list[Any], StepInputs], None]) -> Any:
+    def parts(self: ModelRunner, inputs: StepInputs, tokens: int, sequences: int) -> Any:
+        made = PARTS(self, inputs, tokens, sequences)
+        if len(made[0]) > len(inputs.input_ids) > 0:
+            change(made, inputs)
+        return made
 
-
-def stale_input(self: Pieces, ids: Any, positions: Any, metadata: Any) -> Any:
-    return RUN(self, torch.zeros_like(ids), positions, metadata)
-
-
-def wrong_size(self: Pieces, ids: Any, positions: Any, metadata: Any) -> Any:
-    (other,) = {*GRAPHS} - {len(ids)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(self._captured, len(ids), self._captured[other])
-        return RUN(self, ids, positions, metadata)
-
-
-def not_cleared(call: Any, metadata: AttentionMetadata) -> None:
-    result = call.function(*call.tensors, metadata, **call.others)
-    used = int(metadata.query_start_loc.memory[-1])  # type: ignore[attr-defined]
-    call.output[:used].copy_(result[:used])
-
-
-def a_call_too_late(call: Any, metadata: AttentionMetadata) -> None:
-    """The result of a call is seen by the next step only."""
-    result = call.function(*call.tensors, metadata, **call.others)
-    call.output.copy_(vars(call).get("last", result))
-    vars(call)["last"] = result
-
-
-def stored_padding(self: ModelRunner, inputs: StepInputs, padding: int, sequences: int) -> Any:
-    parts = PARTS(self, inputs, padding, sequences)
-    parts[2] = array("q", [max(slot, 0) for slot in parts[2]])
     return parts
 
 
-RUN, PARTS = Pieces.run, ModelRunner._parts
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a stale input": (Pieces, "run", stale_input),
-    "another size": (Pieces, "run", wrong_size),
-    "padding that is not cleared": (pieces._Call, "__call__", not_cleared),
-    "padding that is stored": (ModelRunner, "_parts", stored_padding),
-    "a result of the step before": (pieces._Call, "__call__", a_call_too_late),
-    "no attention": (pieces._Call, "__call__", lambda call, metadata: None),
+def stored_padding(parts: list[Any], inputs: StepInputs) -> None:
+    parts[2] = array("q", [max(slot, 0) for slot in parts[2]])
+
+
+def one_more_token(parts: list[Any], inputs: StepInputs) -> None:
+    """The last sequence has a token of padding."""
+    parts[4][len(inputs.context_lens)] += 1
+
+
+def shifted_sequences(parts: list[Any], inputs: StepInputs) -> None:
+    parts[6] = array("q", [*parts[6][1:], parts[6][0]])
+
+
+def zero_tokens(self: ModelRunner, decodes: bool, step: list[torch.Tensor]) -> Any:
+    """A graph of a prompt reads tokens that no step writes."""
+    return COMPUTE(self, decodes, step if decodes else [step[0] * 0, *step[1:]])
+
+
+def no_tables(self: ModelRunner, step: Any, longest: int, *rest: Any) -> Any:
+    made = METADATA(self, step, longest, *rest)
+    if rest or longest == 1:
+        return made
+    return replace(made, block_tables=made.block_tables * 0)
+
+
+PARTS, METADATA, COMPUTE = ModelRunner._parts, ModelRunner._metadata, ModelRunner._compute
+IN_A_STEP: dict[str, Any] = {
+    "padding that is stored": faulty_parts(stored_padding),
+    "a token of padding in a sequence": faulty_parts(one_more_token),
+    "rows of other sequences": faulty_parts(shifted_sequences),
+}
+IN_A_CAPTURE: dict[str, tuple[str, Any]] = {
+    "a stale input": ("_compute", zero_tokens),
+    "tables of the first page": ("_metadata", no_tables),
 }
 
 
-@pytest.mark.parametrize(("owner", "name", "fault"), FAULTS.values(), ids=FAULTS)
-def test_faults_are_found(
-    both: Both, owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", IN_A_STEP.values(), ids=IN_A_STEP)
+def test_faults_of_a_step_are_found(
+    both: Both, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What compares steps sees a wrong input, a wrong size and padding that is not cleared."""
+    """What compares steps sees wrong padding and wrong rows."""
     serve(both, REQUESTS)
-    monkeypatch.setattr(owner, name, fault)
-    with pytest.raises(Exception, match=r"not close|other rows|must have the shape"):
+    monkeypatch.setattr(ModelRunner, "_parts", fault)
+    with pytest.raises(Exception, match=r"not close|other rows|query_start_loc"):
         serve(both, REQUESTS)
     monkeypatch.undo()
     serve(both, REQUESTS)
 
 
-def test_memory_that_nobody_holds_is_used_again(model: vLLMModule, monkeypatch) -> None:
-    """A tensor that a model drops before attention is called would be anything in a replay."""
-    attend = pieces._CaptureMetadata.attend
-
-    def dropped(self: Any, function: Any, *tensors: Any, **others: Any) -> Any:
-        copies = [each.clone() for each in tensors]
-        addresses = [type(each)(each.memory) for each in copies]
-        del copies
-        return attend(self, function, *addresses, **others)
-
-    monkeypatch.setattr(pieces._CaptureMetadata, "attend", dropped)
-    with pytest.raises(AssertionError, match="reach"):
+@pytest.mark.parametrize(("name", "fault"), IN_A_CAPTURE.values(), ids=IN_A_CAPTURE)
+def test_faults_of_a_capture_are_found(
+    model: vLLMModule, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph keeps of its capture is seen in the next steps."""
+    monkeypatch.setattr(ModelRunner, name, fault)
+    with pytest.raises(Exception, match="not close"):
         serve(Both(deepcopy(model)), REQUESTS)
+
+
+def test_a_graph_reads_no_memory_that_is_given_up(
+    model: vLLMModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the settings of its first tokens were: a GPU then read what other tensors stored there."""
+
+    def capture(self: ModelRunner, *arguments: Any) -> None:
+        CAPTURE(self, *arguments)
+        del self._plain
+
+    monkeypatch.setattr(ModelRunner, "capture", capture)
+    with pytest.raises(AssertionError, match=r"draw_tokens.* given up after the capture"):
+        serve(Both(deepcopy(model)), REQUESTS)
+
+
+CAPTURE = ModelRunner.capture
 
 
 class Own:
@@ -350,27 +367,21 @@ def slots(x: torch.Tensor, metadata: AttentionMetadata, by: float = 1.0) -> torc
 
 
 def twice(x: torch.Tensor, metadata: Any) -> torch.Tensor:
-    first = metadata.attend(slots, x)
-    second = metadata.attend(slots, first, by=2.0)  # no graph computes anything between them
-    third = metadata.attend(slots, x * 2)
-    return first + 10 * second + 100 * third
+    first = slots(x, metadata)
+    return first + 10 * slots(first, metadata, by=2.0) + 100 * slots(x * 2, metadata)
 
 
 def in_place(x: torch.Tensor, metadata: Any) -> torch.Tensor:
     """What attention writes to its argument is read afterwards, as rotated keys may be."""
     x = x + 1
-
-    def add(x: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        return x.add_(metadata.slot_mapping.unsqueeze(1))
-
-    return metadata.attend(add, x) + 10 * x
+    return x.add_(metadata.slot_mapping.unsqueeze(1)) + 10 * x
 
 
 BODIES = {
     "twice": twice,
     "written": in_place,
     "never": lambda x, metadata: x * 2,
-    "if": lambda x, metadata: metadata.attend(slots, x) if len(x) > 9 else x,
+    "if": lambda x, metadata: slots(x, metadata) if len(x) > 9 else x,
 }
 
 
@@ -397,7 +408,7 @@ def runs(body: Any) -> tuple[Any, Any, Any]:
 def test_a_model_may_call_attention_as_it_likes(body: Any) -> None:
     """Twice in a row, never or under a condition; and results are kept while they are needed."""
     plain, graphs, device = runs(body)
-    assert graphs._pieces.sizes == GRAPHS
+    assert graphs._sizes[False] == GRAPHS
     for tokens in (11, 20, 16, 2, 17):
         with device.present():
             got = graphs.run(step(tokens)).memory
@@ -406,67 +417,53 @@ def test_a_model_may_call_attention_as_it_likes(body: Any) -> None:
         assert torch.equal(got, plain.run(step(tokens)))
 
 
-READS: dict[str, Callable[[Any], object]] = {
-    "slot_mapping": lambda metadata: metadata.slot_mapping,
-    "max_query_len": lambda metadata: metadata.max_query_len > 1,
-    "block_tables": lambda metadata: getattr(metadata, "block_tables", None),
-    "layout": lambda metadata: metadata.layout,
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_a_model_that_reads_the_layout_itself_runs_without(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A graph would keep what it read: so steps with prompts have none, and the log says why."""
+def test_a_graph_is_of_prompts_of_any_length() -> None:
+    """One sequence may have all of its tokens: kernels of prompts are launched, and for as many."""
+    seen = []
 
     def body(x: torch.Tensor, metadata: Any) -> torch.Tensor:
-        try:
-            READS[name](metadata)
-        except Exception:
-            if name == "block_tables":
-                return x  # what a model makes of the error changes nothing
-            raise
-        return x + metadata.slot_mapping.unsqueeze(1)
+        seen.append((len(x), len(metadata.context_lens), metadata.max_query_len))
+        return slots(x, metadata)
+
+    runs(body)
+    assert seen[::2] == seen[1::2] == [(20, 2, 20), (16, 2, 16), (2, 2, 1), (1, 1, 1)]
+
+
+def test_a_model_that_reads_numbers_runs_prompts_without(caplog: pytest.LogCaptureFixture) -> None:
+    """A graph would keep them, and a capture refuses it: the log says why."""
+
+    def body(x: torch.Tensor, metadata: Any) -> torch.Tensor:
+        if metadata.max_query_len > 1:
+            x = x * max(metadata.query_start_loc.tolist())
+        return slots(x, metadata)
 
     with caplog.at_level(logging.WARNING):
         plain, graphs, device = runs(body)
-    assert f"the model reads {name} of the step's metadata" in caplog.text
+    assert "steps with prompts run without CUDA graphs: " in caplog.text
+    assert "tolist waits for the device" in caplog.text
     with device.present():
         assert torch.equal(graphs.run(step(9)).memory, plain.run(step(9)))
-        assert graphs._sizes == [1, 2], "steps that only decode replay graphs"
+    assert graphs._sizes == {True: [1, 2], False: []}, "steps that only decode replay graphs"
 
 
 def test_what_fails_in_a_capture_is_raised(caplog: pytest.LogCaptureFixture) -> None:
-    """As in the capture of a whole step; what was captured is ended, and the log has advice."""
+    """In the run before a capture, and in the capture of decoding; and the log has advice."""
     device = SimulatedDevice()
 
     def body(x: torch.Tensor, metadata: Any) -> torch.Tensor:
-        x = metadata.attend(slots, x)
         if device.calls is not None:
             raise IndexError("of the model")
-        return x
+        return slots(x, metadata)
 
     with device.present():
         runner = ModelRunner(Own(body), DEVICE, 2, 1)  # type: ignore[arg-type]
         with pytest.raises(Exception, match="of the model"):
             runner.capture(40)
         assert device.calls is None
-        assert "a step of 20 tokens failed: enforce_eager=True does without" in caplog.text
+        assert "enforce_eager=True does without" in caplog.text
         wrong = ModelRunner(Own(lambda x, metadata: x[1:]), DEVICE, 2, 1)  # type: ignore[arg-type]
         with pytest.raises(Exception, match=r"should return hidden states of shape \(20, hidden"):
             wrong.capture(40)
-
-
-def test_a_torch_without_what_pieces_need(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Steps with prompts run without graphs, and the log says so."""
-    monkeypatch.setattr(pieces, "_ALIAS", "gone")
-    graphs = pieces.Pieces(torch.device("cpu"), [8])
-    graphs.capture(8, lambda *_: pytest.fail("nothing is captured"), None, None)  # type: ignore[arg-type]
-    assert graphs.size_for(3) is None
-    assert "this torch has no gone" in caplog.text
 
 
 @torch.inference_mode()
@@ -491,11 +488,10 @@ def test_new_weights_are_those_of_the_next_replay(both: Both) -> None:
     assert len(pairs) > 10
 
 
-def test_a_compiled_model_has_no_pieces() -> None:
-    """torch.compile fuses what is between attention layers, and chooses its own graphs."""
+def test_a_compiled_model_has_no_graphs_of_prompts() -> None:
+    """torch.compile would compile a model for each number of tokens."""
     with SimulatedDevice().present():
         runner = ModelRunner(Own(BODIES["never"]), DEVICE, 2, 1)  # type: ignore[arg-type]
         runner._compiled = True
         runner.capture(40)
-    assert runner._pieces is None
-    assert runner._sizes == [1, 2]
+    assert runner._sizes == {True: [1, 2], False: []}
