@@ -85,8 +85,8 @@ class Gpu:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def busy(self, work: Call) -> tuple[float | None, int]:
-        """Return the seconds in which the device worked during a call, and its launches.
+    def busy(self, work: Call) -> tuple[float | None, list[tuple[str, float]]]:
+        """Return the seconds in which the device worked during a call, and those of each kernel.
 
         The seconds are ``None`` where the profiler sees none.
         """
@@ -94,12 +94,14 @@ class Gpu:
         with torch.profiler.profile(activities=activities) as profile:
             work()
             self.synchronize()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
+        events = [
+            (event.time_range.start, event.time_range.end, event.name)
             for event in profile.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
-        )
-        return covered(spans) / 1e6 if spans else None, len(spans)
+        ]
+        spans = sorted((start, end) for start, end, _ in events)
+        each = [(name, (end - start) / 1e6) for start, end, name in events]
+        return covered(spans) / 1e6 if spans else None, each
 
 
 class Cpu(Gpu):
@@ -132,10 +134,10 @@ class Cpu(Gpu):
             replay()
         return time.perf_counter() - begin
 
-    def busy(self, work: Call) -> tuple[float | None, int]:
+    def busy(self, work: Call) -> tuple[float | None, list[tuple[str, float]]]:
         begin = time.process_time()
         work()
-        return time.process_time() - begin, 0
+        return time.process_time() - begin, []
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

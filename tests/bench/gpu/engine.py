@@ -137,14 +137,26 @@ def measure(
         "tokens_per_second": count * steps / sum(times),
         "busy": None if busy is None else busy / PROFILED,
         "host_gap": None if busy is None else step - busy / PROFILED,
-        "launches": launches / PROFILED,
+        "launches": len(launches) / PROFILED,
+        "kernels": longest(launches),
         "mixed": {
             "step": spread(mixed_times),
             "host_gap": None if mixed_busy is None else mixed_step_time - mixed_busy / PROFILED,
-            "launches": mixed_launches / PROFILED,
+            "launches": len(mixed_launches) / PROFILED,
+            "kernels": longest(mixed_launches),
         },
         "bytes": weights_read(llm, count) + contexts * token_bytes(llm),
     }
+
+
+def longest(launches: list[tuple[str, float]], most: int = 12) -> dict[str, list[float]]:
+    """Return how often a step launches a kernel, and its seconds, for those that take longest."""
+    sums: dict[str, list[float]] = {}
+    for name, seconds in launches:
+        count_and_seconds = sums.setdefault(name[:80], [0.0, 0.0])
+        count_and_seconds[0] += 1 / PROFILED
+        count_and_seconds[1] += seconds / PROFILED
+    return dict(sorted(sums.items(), key=lambda each: -each[1][1])[:most])
 
 
 def weights_read(llm: LLM, tokens: int) -> float:

@@ -31,11 +31,12 @@ from gpu.worker import Emit
 def main(
     emit: Emit, device: Gpu, small: bool, seed: int, names: list[str], without: list[str]
 ) -> None:
-    """Time the cases with these names, in this order, without some ceilings."""
+    """Time the cases with these names, the most important first, without some ceilings."""
     emit(facts=device.facts())
     limits = ceilings.ceilings(emit, device, without)
     cases = {case.name: (operation, case) for operation, case in all_cases(small)}
-    for operation, case in (cases[name] for name in names):
+    wanted = set(names)
+    for operation, case in (each for name, each in cases.items() if name in wanted):
         what = {"name": case.name, "operation": operation, "bucket": case.bucket}
         attempt(emit, what, partial(time_case, case, device, limits, seed))
         device.free()
