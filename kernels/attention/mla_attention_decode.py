@@ -23,7 +23,7 @@ from vllm_module.kernels.operators import tl, triton
 def launch_decode(arguments: Arguments, constants: dict[str, Any], chosen: Decoding) -> None:
     """Write the outputs of sequences with one new token, and zeros for tokens of no sequence."""
     head_blocks = -(-constants["HEADS"] // chosen.tiles.block_m)
-    launch_splits(_decode_latent, arguments, (), chosen, head_blocks, constants)
+    launch_splits(_decode_latent, arguments, (), chosen, head_blocks, constants, writes_one=False)
 
 
 @triton.jit(
@@ -79,14 +79,14 @@ def _decode_latent(
         scale = tl.load(tensors.v_scale)
     ends = ends_of_items(
         tensors.context_lens, starts_ptr, begin, end, tokens, capacity,
-        0, SPLIT, MAX_SPLITS, 1 if DIRECT else 0, SEQUENCES,
+        0, SPLIT, MAX_SPLITS, BLOCK_N, 1 if DIRECT else 0, SEQUENCES,
     )  # fmt: skip
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         index, split = find_item(item, ends)
         sequence = begin + index
         first = tl.load(starts_ptr + sequence).to(tl.int64)
         context = tl.minimum(tl.load(tensors.context_lens + sequence), capacity)
-        size = split_size(context, SPLIT, MAX_SPLITS)
+        size = split_size(context, SPLIT, MAX_SPLITS, BLOCK_N)
         # This is zero, which the compiler does not know. So it computes no addresses before the
         # loop, and stores outputs in register order: both would need more registers than there are.
         zero = tl.minimum(first, 0)

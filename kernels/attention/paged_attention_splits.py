@@ -19,6 +19,7 @@ from vllm_module.kernels.operators import next_power_of_2, tl, triton
 SEQUENCES = 256  # largest number in one launch: each program adds up the splits of all of them
 SCRATCH = 1 << 28  # bytes of the outputs of splits, unless one sequence needs more
 _PROGRAMS = 1024  # programs of one launch: two or three for each slot of a Hopper GPU
+_MANY = 32  # sequences from which twice as many share their splits, which may be few
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Splits:
     """Size and number of the splits of a context.
 
     Attributes:
-        tokens: number of tokens of a split.
+        tokens: largest number of tokens of a split. The splits of a context are as even as tiles
+            allow.
         most: largest number of splits of one context; longer contexts have larger splits.
 
     """
@@ -60,7 +62,8 @@ def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
 
 def programs_of(sequences: int, splits: int, columns: int) -> int:
     """Return how many programs share a launch's items, for each column of the grid."""
-    return max(1, min(sequences * splits, _PROGRAMS // columns))
+    most = 2 * _PROGRAMS if sequences >= _MANY else _PROGRAMS
+    return max(1, min(sequences * splits, most // columns))
 
 
 def launch_splits(
@@ -70,6 +73,7 @@ def launch_splits(
     chosen: Decoding,
     columns: int,
     constants: dict[str, Any],
+    writes_one: bool,
 ) -> None:
     """Write the outputs of sequences with one new token, and zeros for tokens of no sequence.
 
@@ -79,6 +83,7 @@ def launch_splits(
         chosen: the candidate.
         columns: size of the grid's second dimension, whose programs share the heads.
         constants: its constants.
+        writes_one: whether the kernel writes the output of a context of one split.
 
     """
     tensors, sequences, splits = arguments.tensors, arguments.sequences, chosen.splits
@@ -128,15 +133,22 @@ def launch_splits(
                 HEAD_SIZE=size,
                 BLOCK_D=block_d,
                 AT_ONCE=min(next_power_of_2(splits.most), 4096 // block_d),
+                BLOCK_N=chosen.tiles.block_n,
+                SKIPS_ONE=writes_one,
                 **sizes,
                 num_warps=4,
             )
 
 
 @triton.jit
-def split_size(context, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return the tokens of a split, which depend only on the sequence, as do its bits."""
-    return SPLIT * tl.maximum(1, tl.cdiv(context, SPLIT * MAX_SPLITS))
+def split_size(context, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the tokens of a split, which depend only on the sequence, as do its bits.
+
+    They are whole tiles, and no split but the last has fewer.
+    """
+    most = SPLIT * tl.maximum(1, tl.cdiv(context, SPLIT * MAX_SPLITS))
+    count = tl.maximum(1, tl.cdiv(context, most))
+    return tl.maximum(1, tl.cdiv(context, count * BLOCK_N)) * BLOCK_N
 
 
 @triton.jit
@@ -150,6 +162,7 @@ def ends_of_items(
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
@@ -163,7 +176,7 @@ def ends_of_items(
     first = tl.load(starts_ptr + sequence, mask=exists, other=0)
     new = tl.load(starts_ptr + sequence + 1, mask=exists, other=0) - first
     context = tl.minimum(tl.load(contexts_ptr + sequence, mask=exists, other=0), capacity)
-    size = split_size(context, SPLIT, MAX_SPLITS)
+    size = split_size(context, SPLIT, MAX_SPLITS, BLOCK_N)
     splits = tl.cdiv(tl.maximum(context, 0), size)
     if WINDOW > 0:
         splits -= tl.maximum(0, context - WINDOW) // size
@@ -199,6 +212,8 @@ def _combine(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SKIPS_ONE: tl.constexpr,
 ):
     """Combine the splits of one sequence's new token and one query head, in a fixed order."""
     partial_ptr, maxima_ptr, sums_ptr = partial
@@ -209,11 +224,14 @@ def _combine(
     if (tl.load(starts_ptr + sequence + 1) - first != 1) | (first < 0) | (first >= tokens):
         return
     context = tl.minimum(tl.load(contexts_ptr + sequence), capacity)
-    size = split_size(context, SPLIT, MAX_SPLITS)
+    size = split_size(context, SPLIT, MAX_SPLITS, BLOCK_N)
     first_split = 0
     if WINDOW > 0:
         first_split = tl.maximum(0, context - WINDOW) // size
     end_split = tl.cdiv(context, size)
+    if SKIPS_ONE:  # noqa: SIM102 - SKIPS_ONE is known when the kernel is compiled
+        if end_split - first_split == 1:
+            return
     d = tl.arange(0, BLOCK_D)
     split = tl.arange(0, MAX_SPLITS)
     exists = (split >= first_split) & (split < end_split)

@@ -96,10 +96,12 @@ def test_the_device_is_busy_while_any_kernel_runs(gpu) -> None:
 def test_what_a_profiler_sees_is_the_devices(gpu, monkeypatch) -> None:
     """Time is that of the device's events alone, in seconds; without any it is unknown."""
     kinds = torch.autograd.DeviceType
-    seen = [(kinds.CPU, 0, 100), (kinds.CUDA, 20, 30), (kinds.CUDA, 10, 15)]
+    seen = [(kinds.CPU, 0, 100, "a"), (kinds.CUDA, 20, 30, "b"), (kinds.CUDA, 10, 15, "c")]
     events = [
-        SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=start, end=end))
-        for kind, start, end in seen
+        SimpleNamespace(
+            device_type=kind, name=name, time_range=SimpleNamespace(start=start, end=end)
+        )
+        for kind, start, end, name in seen
     ]
     profile = SimpleNamespace(events=lambda: events)
     monkeypatch.setattr(
@@ -107,9 +109,9 @@ def test_what_a_profiler_sees_is_the_devices(gpu, monkeypatch) -> None:
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     device = object.__new__(gpu.device.Gpu)
-    assert device.busy(lambda: None) == (15e-6, 2)
+    assert device.busy(lambda: None) == (15e-6, [("b", 10e-6), ("c", 5e-6)])
     del events[1:]
-    assert device.busy(lambda: None) == (None, 0)
+    assert device.busy(lambda: None) == (None, [])
 
 
 def test_ceilings_are_of_right_products(gpu, monkeypatch) -> None:

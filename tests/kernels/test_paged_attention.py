@@ -33,12 +33,14 @@ from vllm_module.kernels.attention.paged_attention_splits import (
     Splits,
     programs_of,
     sequences_of_a_launch,
+    split_size,
 )
 from vllm_module.kernels.attention.paged_attention_tile import Tiles
 from vllm_module.kernels.attention.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.attention.paged_layout import PagedLayout
 from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache
 from vllm_module.kernels.choices import choose, trying
+from vllm_module.kernels.operators import tl, triton
 
 # Tokens of each sequence before this step and in it: whole prompts, single tokens, later chunks
 # and a sequence that has nothing new.
@@ -250,6 +252,39 @@ def test_contexts_are_split_and_summed_up(window, contexts, short_splits, monkey
         assert torch.equal(batch.run(paged_attention_triton), whole)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_context_of_one_split_has_its_bits_in_any_table(window, short_splits) -> None:
+    """In a table with room for more splits, it is written where it is computed, as without room."""
+    decode = [(context - 1, 1) for context in (1, 31, 32, 99, 127, 128)]
+    batch = make_batch([*decode, (0, 0)], 16, 2, 1, sliding_window=window, sinks=torch.randn(2))
+    count, columns = batch.block_tables.shape
+    tables = torch.full((count, columns + 70), -1, dtype=torch.int32)
+    tables[:, :columns] = batch.block_tables
+    alone = batch.run(paged_attention_triton)
+    assert torch.equal(replace(batch, block_tables=tables).run(paged_attention_triton), alone)
+
+
+@triton.jit
+def _sizes(contexts_ptr, sizes_ptr):
+    at = tl.program_id(0)
+    tl.store(sizes_ptr + at, split_size(tl.load(contexts_ptr + at), 256, 8, 32))
+
+
+def test_splits_are_as_even_as_tiles_allow() -> None:
+    """Splits of up to 256 tokens, at most eight, and none larger than so many need to be."""
+    contexts = torch.tensor([*range(1, 600), 2047, 2048, 2049, 4095, 4096, 4097, 100_000])
+    sizes = torch.zeros_like(contexts)
+    _sizes[(len(contexts),)](contexts, sizes)
+    counts = -(-contexts // sizes)
+    most = 256 * (-(-contexts // (256 * 8)))
+    assert (sizes % 32 == 0).all()
+    assert (sizes <= most).all()
+    assert (counts <= (-(-contexts // most))).all()
+    assert (counts <= 8).all()
+    fewer = contexts <= counts * (sizes - 32)  # smaller ones would be as many
+    assert not fewer.any()
+
+
 def test_scratch_memory_is_bounded(short_splits, monkeypatch, margins) -> None:
     """However many sequences there are, splits take little memory, and no bit changes."""
     batch = make_batch([(300, 1), (127, 1), (128, 1), (0, 0), (5, 3)], 16, 2, 1)
@@ -281,7 +316,8 @@ def test_a_launch_keeps_to_the_bound(sequences, heads, size, capacity) -> None:
 
 def test_programs_do_not_grow_with_the_room_of_the_table() -> None:
     """A block table far wider than the contexts needs no more programs than the GPU keeps busy."""
-    assert [programs_of(64, count, 8) for count in (1, 2, 64, 256)] == [64, 128, 128, 128]
+    assert [programs_of(8, count, 8) for count in (1, 2, 64, 256)] == [8, 16, 128, 128]
+    assert [programs_of(64, count, 8) for count in (1, 2, 64, 256)] == [64, 128, 256, 256]
     assert programs_of(0, 1, 8) == programs_of(1, 1, 2048) == 1
 
 

@@ -66,6 +66,7 @@ from vllm_module.kernels.rows.rms_norm import rms_norm_quantize_triton, rms_norm
 from vllm_module.kernels.attention.rotary_embedding import rotary_embedding_triton
 from vllm_module.kernels.attention.rotate_and_cache import rotate_and_cache_triton
 from vllm_module.kernels.attention.rotate_and_cache_mla import rotate_and_cache_mla_triton
+from vllm_module.kernels.choices import trying
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul_triton
 from vllm_module.kernels.experts.sort_by_expert import sort_by_expert_triton
 from vllm_module.kernels.experts.topk_routing import topk_routing_triton
@@ -85,7 +86,9 @@ BLOCKS = ((1, hidden), (128, 128))
 
 def product(x, block):
     scale = meta(hidden // block[0], hidden // block[1], dtype=FP32)
-    scaled_matmul_triton(x, eight, scale, *block, None, None, True, torch.bfloat16)
+    # From 512 rows on torch's own product is the first, and compiles nothing.
+    with trying({"scaled_matmul": "small descriptors"} if len(x) > 256 else {}):
+        scaled_matmul_triton(x, eight, scale, *block, None, None, True, torch.bfloat16)
 
 words, factors = meta(4096, 512, dtype=ints), meta(4096, 32)
 

@@ -37,12 +37,20 @@ def decide(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the times of all candidates, for each case, and the one that follows."""
     by_case = {}
+    candidates, refused = list(choice["candidates"]), {}
     for case in cases:
         sets = sets_of(case, device, seed)
         works: dict[str, Work] = {}
-        for name in choice["candidates"]:
+        for name in list(candidates):
             with trying({choice["kernel"]: name}):
-                works[name] = replayed(device, case.ours, sets)
+                try:
+                    works[name] = replayed(device, case.ours, sets)
+                except Exception as problem:
+                    if name == candidates[0]:
+                        raise
+                    candidates.remove(name)  # torch's own may not be captured
+                    refused[name] = f"{type(problem).__name__}: {problem}"[:200]
+                    continue
                 if device.dry:  # a call and not a graph: it chooses when it is replayed
                     works[name].replay = partial(under, choice["kernel"], name, works[name].replay)
         by_case[case.name] = in_turns(device, works)
@@ -50,12 +58,12 @@ def decide(
         device.free()
     rounds = {
         name: list(zip(*(times[name] for times in by_case.values()), strict=True))
-        for name in choice["candidates"]
+        for name in candidates
     }
     best, ratios, spread = chosen(rounds)
     return {
-        "first": choice["candidates"][0], "chosen": best, "over_first": ratios, "spread": spread,
-        "seconds": by_case, "clocks": device.clocks(),
+        "first": candidates[0], "chosen": best, "over_first": ratios, "spread": spread,
+        "seconds": by_case, "refused": refused, "clocks": device.clocks(),
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_module.kernels.choices import trying
+from vllm_module.kernels.matmul import scaled_matmul
 
 Cases = dict[str, Callable[[], object]]  # what is launched, by name
 
@@ -134,8 +135,11 @@ def compiled(jit: JITFunction, arguments: dict[str, Any], options: dict[str, Any
 
 @contextmanager
 def launching(instead: Callable[[JITFunction, dict[str, Any], dict[str, Any]], None]) -> Iterator:
-    """Call ``instead`` with kernel, arguments and options, in place of each launch."""
-    run = JITFunction.run
+    """Call ``instead`` with kernel, arguments and options, in place of each launch.
+
+    Torch's own products, which tensors without memory have not, are left out.
+    """
+    run, by_torch = JITFunction.run, scaled_matmul.multiply_by_torch
 
     def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = [parameter.name for parameter in self.params]
@@ -144,11 +148,11 @@ def launching(instead: Callable[[JITFunction, dict[str, Any], dict[str, Any]], N
         arguments.apply_defaults()
         instead(self, arguments.arguments, options)
 
-    JITFunction.run = launch
+    JITFunction.run, scaled_matmul.multiply_by_torch = launch, lambda product: None
     try:
         yield
     finally:
-        JITFunction.run = run
+        JITFunction.run, scaled_matmul.multiply_by_torch = run, by_torch
 
 
 @contextmanager

@@ -125,6 +125,7 @@ def attention(
 def dense(new: int, context: int, query: torch.Tensor, *rest: Any) -> Tensors:
     """Return queries, keys and values of sequences of one length, in torch's layout."""
     k_cache, v_cache, tables = rest[:3]
+    tables = tables[:, : -(-context // k_cache.shape[1])]  # past these, there is no page
     query = query.view(len(tables), new, *query.shape[1:]).transpose(1, 2).contiguous()
     gathered = (cache[tables].flatten(1, 2)[:, :context] for cache in (k_cache, v_cache))
     return query, *(x.transpose(1, 2).contiguous() for x in gathered)
