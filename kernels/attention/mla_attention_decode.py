@@ -23,7 +23,7 @@ from vllm_module.kernels.operators import tl, triton
 def launch_decode(arguments: Arguments, constants: dict[str, Any], chosen: Decoding) -> None:
     """Write the outputs of sequences with one new token, and zeros for tokens of no sequence."""
     head_blocks = -(-constants["HEADS"] // chosen.tiles.block_m)
-    launch_splits(_decode_latent, arguments, (), chosen, head_blocks, constants, writes_one=False)
+    launch_splits(_decode_latent, arguments, (), chosen, head_blocks, constants)
 
 
 @triton.jit(

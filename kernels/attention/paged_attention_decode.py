@@ -112,7 +112,6 @@ def launch_decode(arguments: Arguments, constants: dict[str, Any]) -> None:
         chosen,
         k_cache.shape[2],
         constants,
-        writes_one=True,
     )
 
 
@@ -159,8 +158,8 @@ def _decode(
 ):
     """Compute attention of one key-value head, split by split, for sequences ``begin`` to ``end``.
 
-    The last launch also writes zeros for tokens of no sequence. The result of a context of one
-    split is final; ``_combine`` combines those of others. With DIRECT no context has more.
+    The last launch also writes zeros for tokens of no sequence. With DIRECT, a context is one split
+    and its result is final; otherwise ``_combine`` combines the splits.
     """
     begin_early(EARLY)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -191,12 +190,10 @@ def _decode(
         first = tl.load(starts_ptr + sequence).to(tl.int64)
         context = tl.minimum(tl.load(tensors.context_lens + sequence), capacity)
         size = split_size(context, SPLIT, MAX_SPLITS, BLOCK_N)
-        alone = context <= size
         first_seen = 0
         if WINDOW > 0:
             first_seen = tl.maximum(0, context - WINDOW)
             split += first_seen // size
-            alone = tl.cdiv(context, size) - first_seen // size == 1
         rows = tensors.query + first * query_strides[0] + head[:, None] * query_strides[1]
         q = tl.load(rows + d[None, :] * query_strides[2], mask=mask, other=0.0)
         q, divisor = round_query(q, k_ptr)
@@ -226,14 +223,13 @@ def _decode(
         )  # fmt: skip
         if SWAP:
             outputs = tl.trans(outputs)
-        if alone:
+        if DIRECT:
             sinks, v_scale = sinks_and_scale(tensors, v_scale_head, head, m < GROUP, kv_head)
             y = normalize(maxima, sums, outputs, sinks, v_scale)
             y = tl.where(context <= 0, 0.0, y).to(output_ptr.dtype.element_ty)
             tl.store(output_ptrs + first * output_strides[0], y, mask=mask)
-        if not DIRECT:  # noqa: SIM102 - DIRECT is known when the kernel is compiled
-            if alone == 0:
-                at = (index * tl.num_programs(1) * GROUP + head) * splits + split
-                tl.store(partial[1] + at, maxima, mask=m < GROUP)
-                tl.store(partial[2] + at, sums, mask=m < GROUP)
-                tl.store(partial[0] + at[:, None] * HEAD_SIZE + d[None, :], outputs, mask=mask)
+        else:
+            at = (index * tl.num_programs(1) * GROUP + head) * splits + split
+            tl.store(partial[1] + at, maxima, mask=m < GROUP)
+            tl.store(partial[2] + at, sums, mask=m < GROUP)
+            tl.store(partial[0] + at[:, None] * HEAD_SIZE + d[None, :], outputs, mask=mask)

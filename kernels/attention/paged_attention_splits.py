@@ -73,7 +73,6 @@ def launch_splits(
     chosen: Decoding,
     columns: int,
     constants: dict[str, Any],
-    writes_one: bool,
 ) -> None:
     """Write the outputs of sequences with one new token, and zeros for tokens of no sequence.
 
@@ -83,7 +82,6 @@ def launch_splits(
         chosen: the candidate.
         columns: size of the grid's second dimension, whose programs share the heads.
         constants: its constants.
-        writes_one: whether the kernel writes the output of a context of one split.
 
     """
     tensors, sequences, splits = arguments.tensors, arguments.sequences, chosen.splits
@@ -132,11 +130,11 @@ def launch_splits(
                 WINDOW=constants.get("WINDOW", 0),
                 HEAD_SIZE=size,
                 BLOCK_D=block_d,
-                AT_ONCE=min(next_power_of_2(splits.most), 4096 // block_d),
+                # Most contexts have few splits, and there is a program for each sequence and head.
+                AT_ONCE=min(next_power_of_2(splits.most), max(1, 1024 // block_d)),
                 BLOCK_N=chosen.tiles.block_n,
-                SKIPS_ONE=writes_one,
                 **sizes,
-                num_warps=4,
+                num_warps=2,
             )
 
 
@@ -213,7 +211,6 @@ def _combine(
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SKIPS_ONE: tl.constexpr,
 ):
     """Combine the splits of one sequence's new token and one query head, in a fixed order."""
     partial_ptr, maxima_ptr, sums_ptr = partial
@@ -229,9 +226,6 @@ def _combine(
     if WINDOW > 0:
         first_split = tl.maximum(0, context - WINDOW) // size
     end_split = tl.cdiv(context, size)
-    if SKIPS_ONE:  # noqa: SIM102 - SKIPS_ONE is known when the kernel is compiled
-        if end_split - first_split == 1:
-            return
     d = tl.arange(0, BLOCK_D)
     split = tl.arange(0, MAX_SPLITS)
     exists = (split >= first_split) & (split < end_split)
