@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_module.cli.options import (
+    AdapterOption,
     JsonOption,
     ModelOptions,
     OutOption,
@@ -38,15 +39,7 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    adapter: Annotated[
-        Path | None,
-        typer.Option(
-            "--adapter",
-            metavar="DIR",
-            help="A LoRA adapter, as PEFT saves it, that is merged into the weights.",
-            show_default=False,
-        ),
-    ] = None,
+    adapter: AdapterOption = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
