@@ -129,6 +129,8 @@ def test_the_command(folder: Path, sync: LLM, adapter: Path) -> None:
         str(port),
         "--max-loras",
         "1",
+        "--max-cpu-loras",
+        "1",
     ]
     process = subprocess.Popen(
         [sys.executable, *command, *given, "--device", "cpu", "--dtype", "float32"],

@@ -55,6 +55,15 @@ class ServedAdapterOptions(Options):
             min=1, metavar="N", help="Most adapters in one step; requests of others wait in turn."
         ),
     ] = 8
+    max_cpu_loras: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Most adapters in memory; others are read again from their folders when a request "
+            "needs them. Default: all stay.",
+        ),
+    ] = None
 
     def folders(self, model: Sequence[str]) -> dict[str, str]:
         """Return the folders by name; raise a usage error for a name that is given twice."""
@@ -203,6 +212,7 @@ def serve(
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype.value,
             max_loras=adapters.max_loras,
+            max_cpu_loras=adapters.max_cpu_loras,
         )
         llm = stack.enter_context(loading)  # returns on the first rank only
         for name, folder in folders.items():
