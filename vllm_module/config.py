@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    model_validator,
 )
 
 from vllm_module.base.load_formats import LoadFormat as LoadFormat
@@ -255,6 +256,9 @@ class EngineConfig(_Closed):
         async_scheduling: launch the next step before the tokens of this one are read, if both only
             decode; tokens are the same. By default on a GPU, whose work the host's then overlaps.
         max_loras: most LoRA adapters in one step; requests of others wait in turn.
+        max_cpu_loras: most LoRA adapters in memory, ``max_loras`` or more, beside those that were
+            updated. Those that were used longest ago are dropped, and read again from their folders
+            when a request needs them. By default all stay.
         worker_extension_cls: a class, or its qualified name, whose methods every rank's worker gets
             for :meth:`~vllm_module.LLM.collective_rpc`.
 
@@ -275,7 +279,17 @@ class EngineConfig(_Closed):
     enable_torch_compile: _Flag = False
     async_scheduling: _Flag | None = None
     max_loras: _Count = 8
+    max_cpu_loras: _Count | None = None
     worker_extension_cls: type | str | None = None
+
+    @model_validator(mode="after")
+    def _as_many_in_memory_as_in_a_step(self) -> EngineConfig:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras should be max_loras ({self.max_loras}) or more, got "
+                f"{self.max_cpu_loras}"
+            )
+        return self
 
 
 class DeviceConfig(_Closed):

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.cli.commands import chat
@@ -180,3 +183,26 @@ def test_wrong_usage(run: Run, with_text: Path, options: list[str], message: str
     assert (result.code, result.out) == (2, "")
     assert message in result.err
     assert result.err.endswith("Try: vllm-module chat --help\n")
+
+
+def test_an_adapter(say: Say, talking: Path, tmp_path: Path) -> None:
+    """All answers are computed with it."""
+    base = AutoModelForCausalLM.from_pretrained(talking, dtype=torch.float32)
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        tuned = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(0)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    tuned.save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=MOST)
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with LLM(str(talking), kv_cache_memory_bytes=1 << 20, device="cpu") as llm:
+        llm.load_adapter("a", tmp_path)
+        texts = [
+            llm.chat(messages, params, use_tqdm=False, lora_request=name)[0].outputs[0].text
+            for name in ("a", None)
+        ]
+    assert texts[0] != texts[1]
+    assert say("hi", options=("--adapter", tmp_path)).out == f"{texts[0]}\n"
+    assert say("hi").out == f"{texts[1]}\n"

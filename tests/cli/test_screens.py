@@ -59,6 +59,8 @@ SCREENS: dict[str, tuple[tuple[str, ...], str]] = {
     "plan-8": (("plan", "large", "--tp", "8", "--memory", "80GiB"), ""),
     "plan-quantized": (("plan", "large", "--tp", "8", "--quantization", "fp8"), ""),
     "plan-too-large": (("plan", "large", "--tp", "2", "--memory", "2GB"), ""),
+    "inspect-adapter": (("inspect", "adapter"), ""),
+    "plan-adapter": (("plan", "tiny", "--tp", "2", "--adapter", "adapter"), ""),
     "load": (("load", "tiny", "--tp", "2", *CPU), ""),
     "generate": (("generate", "tiny", "--prompt", "A tree", *IDS[:-1]), ""),
     "generate-several": (("generate", "tiny", *IDS, "1,2", "--prompt-ids", "500"), ""),
@@ -158,6 +160,15 @@ def checkpoints(
     (root / "tiny" / "generation_config.json").write_text(json.dumps(sampling))
     with (root / "cut" / "model.safetensors").open("r+b") as file:
         file.truncate(file.seek(0, os.SEEK_END) - 10)
+    (root / "adapter").mkdir()
+    pairs: dict[str, torch.Tensor] = {}
+    for name in [each.removesuffix(".weight") for each in tensors if "q_proj" in each]:
+        out_size, in_size = tensors[f"{name}.weight"].shape
+        pairs[f"base_model.model.{name}.lora_A.weight"] = torch.zeros(4, in_size)
+        pairs[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(out_size, 4)
+    save_file(pairs, root / "adapter" / "adapter_model.safetensors")
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    (root / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     (root / "large").mkdir()
     write_large(root / "large", layers=4)
     return root

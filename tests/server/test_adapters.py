@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.cli import main
 
+SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 ADMIN = "sk-admin"
 TEXT = "hello adapters"
 
@@ -104,3 +114,78 @@ def test_a_wrong_folder(server: Any, tmp_path: Path) -> None:
     code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
     assert code == 400
     assert "adapter_config.json" in answer["error"]["message"]
+
+
+def test_the_command(folder: Path, sync: LLM, adapter: Path) -> None:
+    """Adapters of --lora-modules are models from the start."""
+    port = SUPPORT["free_port"]()
+    given = ["--lora-modules", f"one={adapter}", "--lora-modules", f"two={adapter}"]
+    command = [
+        "-m",
+        "vllm_module.cli",
+        "serve",
+        str(folder),
+        "--port",
+        str(port),
+        "--max-loras",
+        "1",
+        "--max-cpu-loras",
+        "1",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, *command, *given, "--device", "cpu", "--dtype", "float32"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    sync.load_adapter("served", adapter)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    (wanted,) = sync.generate(TEXT, params, use_tqdm=False, lora_request="served")
+    sync.unload_adapter("served")
+    body = {"prompt": TEXT, "max_tokens": 12, "temperature": 0}
+
+    def ask(path: str, **entries: Any) -> Any:
+        data = json.dumps(body | entries).encode() if entries else None
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    def is_up() -> bool:
+        assert process.poll() is None
+        try:
+            return bool(ask("/v1/models")["data"])
+        except (urllib.error.HTTPError, OSError):
+            return False
+
+    try:
+        SUPPORT["wait_until"](is_up, "the server answers")
+        assert [each["id"] for each in ask("/v1/models")["data"]] == [str(folder), "one", "two"]
+        texts = [
+            ask("/v1/completions", model=name)["choices"][0]["text"] for name in ("one", "two")
+        ]
+        assert texts == [wanted.outputs[0].text] * 2
+        assert ask("/v1/completions", model=str(folder))["choices"][0]["text"] != texts[0]
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["x"], "expected NAME=DIR, got 'x'"),
+        (["=x"], "expected NAME=DIR"),
+        (["x=y", "x=z"], "two models are called 'x'"),
+        (["named=y"], "two models are called 'named'"),
+    ],
+)
+def test_wrong_usage(
+    folder: Path, given: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [word for each in given for word in ("--lora-modules", each)]
+    assert main(["serve", str(folder), "--served-model-name", "named", *options]) == 2
+    assert why in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from vllm_module.adapters.adapter import Adapter, attach, check_used, detach
 from vllm_module.adapters.config import AdapterConfig, adapter_config, read_adapter_config
-from vllm_module.adapters.files import base_names, open_adapter
+from vllm_module.adapters.files import base_names, file_versions, open_adapter
 
 __all__ = [
     "Adapter",
@@ -12,6 +12,7 @@ __all__ = [
     "base_names",
     "check_used",
     "detach",
+    "file_versions",
     "open_adapter",
     "read_adapter_config",
 ]

@@ -7,7 +7,7 @@ model's file has no line for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -15,8 +15,12 @@ import torch
 from torch import nn
 
 from vllm_module.adapters.config import AdapterConfig
+from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
-from vllm_module.core.report import Problem
+from vllm_module.core.plan import LoadPlan
+from vllm_module.core.planner import planning
+from vllm_module.core.report import LoadReport, Problem
+from vllm_module.core.run import execute
 from vllm_module.core.tree import Node, Tree, loads_itself, locations, slots_of
 from vllm_module.errors import UnsupportedModelError, WeightLoadError, WeightReadError
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
@@ -33,6 +37,7 @@ from vllm_module.parameters import (
 )
 from vllm_module.weights import Weight
 
+_COPY = ".base_layer."  # in names of tensors of the base
 Adaptable = LinearBase | ExpertsLinear | Router | VocabParallelEmbedding
 
 
@@ -59,6 +64,7 @@ class LoRALayer(AdapterModule):
         base: the layer; in a tuple, so that it is no child.
         modules_of: by slot, the name that a checkpoint has for the module.
         is_parameter: these are names of parameters, which have no module of their own.
+        is_embedding: the layer is an embedding: A has a column for each token.
         absent: slots that the adapter has neither A nor B for.
 
     """
@@ -76,6 +82,7 @@ class LoRALayer(AdapterModule):
             for slot in _slots(output, common["experts"])
         }
         self.is_parameter = together
+        self.is_embedding = isinstance(base, VocabParallelEmbedding)
         if together and isinstance(base, ExpertsLinear) and node.parent is not None:
             names = {"": f"{node.parent.path}{base.packed}"}
         self.modules_of = names
@@ -137,7 +144,8 @@ class LoRALayer(AdapterModule):
         return scales.pop()
 
 
-def _refuse_infinite(name: str, values: torch.Tensor) -> None:
+def refuse_infinite(name: str, values: torch.Tensor) -> None:
+    """Raise ``WeightReadError`` for a NaN or an infinity in a tensor of the adapter."""
     if not values.isfinite().all():
         raise WeightReadError(
             f"{name} of the adapter has a NaN or an infinite number: save it again"
@@ -206,35 +214,40 @@ class Adapter(AdapterModule):
                 own.add_module(name, made[child])
 
     def load(self, weights: Mapping[str, Weight]) -> None:
-        """Load A and B of all layers that the adapter has, by the names of their modules.
+        """Load a whole adapter, under the base model's names.
 
         Raises ``WeightLoadError`` for a name without a place, a shape that does not fit, one of A
         and B without the other, a module that the settings name without either, and for NaN and
         infinity, which would reach the rows of others.
         """
-        weights = self._without_copies(weights)
-        self._place(weights)
-        self.load_weights(weights)
+        execute(self.plan(self.without_copies(weights)))
         for location in locations(self):
             for slot in slots_of(location.tensor):
                 values = cast(BasevLLMParameter, location.tensor).region(slot)
-                _refuse_infinite(location.stored_name(slot), values)
+                refuse_infinite(location.stored_name(slot), values)
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Update A and B in place; nothing has changed if the update is refused."""
-        weights = self._without_copies(weights)
+        weights = self.without_copies(weights)
         for name, weight in weights.items():
             if isinstance(weight, torch.Tensor):
-                _refuse_infinite(name, weight)
+                refuse_infinite(name, weight)
         self.update_weights(weights)
 
-    def _without_copies(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
-        """Return A and B alone; what PEFT saves beside them must be what the base has."""
+    def without_copies(
+        self, weights: Mapping[str, Weight], is_base: Callable[[Fill], bool] = Fill.is_held
+    ) -> dict[str, Weight]:
+        """Return A and B alone; what PEFT saves beside them must be what the base has.
+
+        ``is_base`` tells whether the base has the bits that a copy would fill.
+        """
         copies = {
-            name.replace(".base_layer.", "."): weight
+            name.replace(_COPY, "."): weight
             for name, weight in weights.items()
-            if name.endswith(".base_layer.weight")
+            if name.endswith(f"{_COPY}weight")
         }
+        if not copies:
+            return dict(weights)
         (base,) = self.base
         plan = base.plan_weights(copies)
         plan.report.missing.clear()
@@ -242,7 +255,7 @@ class Adapter(AdapterModule):
             f"The base of an adapter, {type(base).__name__},", touched=False
         )
         for fill in plan.fills:
-            if fill.name in copies and not fill.is_held():
+            if fill.name in copies and not is_base(fill):
                 raise WeightLoadError(
                     f"{fill.name} is in the adapter, and is another one than the base model's: an "
                     "adapter adds to the weights of its base, so load the base that it was made "
@@ -251,19 +264,32 @@ class Adapter(AdapterModule):
         return {
             name: weight
             for name, weight in weights.items()
-            if name.replace(".base_layer.", ".") not in copies or ".base_layer." not in name
+            if name.replace(_COPY, ".") not in copies or _COPY not in name
         }
 
-    def _place(self, weights: Mapping[str, Weight]) -> None:
-        """Keep A and B of the layers that ``weights`` have a tensor for, or that settings name."""
-        filled: dict[nn.Module, set[str]] = {}
-        plan = self.plan_weights(weights)
-        for fill in plan.fills:
-            filled.setdefault(fill.location.node.module, set()).update(fill.slots)
-        report = plan.report
-        report.missing.clear()
+    def plan(self, weights: Mapping[str, Weight]) -> LoadPlan:
+        """Return what a load of A and B reads, and keep the layers that it is for.
+
+        These are the ones that ``weights`` have a tensor for, or that the settings name. Raises
+        ``WeightLoadError`` for all that names and shapes show.
+        """
+        with planning(Tree(self), weights) as planner:
+            self.load_weights(weights)  # adds to this plan
+            self._refuse(planner.report)
+            self._place(planner.fills)
+            plan = planner.plan()
+        self._refuse(plan.report)
+        return plan
+
+    def _refuse(self, report: LoadReport) -> None:
         report.unexpected[:] = self._explained(report.unexpected)
         report.raise_if_refused(f"An adapter of {type(self.base[0]).__name__}", touched=False)
+
+    def _place(self, fills: Sequence[Fill]) -> None:
+        """Keep A and B of the layers that something fills, or that the settings name."""
+        filled: dict[nn.Module, set[str]] = {}
+        for fill in fills:
+            filled.setdefault(fill.location.node.module, set()).update(fill.slots)
         for layer in self.layers():
             present = filled.get(layer, set())
             needed = {slot for slot, name in layer.modules_of.items() if self._targets(layer, name)}

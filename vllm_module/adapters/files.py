@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from vllm_module.adapters.config import AdapterConfig, read_adapter_config
+from vllm_module.adapters.config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import Weight
@@ -43,6 +43,16 @@ def open_adapter(path: str | Path) -> Iterator[tuple[AdapterConfig, dict[str, We
         )
     with open_checkpoint(file) as checkpoint:
         yield config, base_names(checkpoint, config)
+
+
+def file_versions(path: str | Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return name, size, and times of change of an adapter's files; others after any change."""
+    folder, found = Path(path).expanduser(), []
+    for name in (CONFIG_FILE, *_FILES):
+        if is_there(folder / name):
+            status = (folder / name).stat()
+            found.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return tuple(found)
 
 
 def base_names(weights: Mapping[str, Any], config: AdapterConfig) -> dict[str, Weight]:

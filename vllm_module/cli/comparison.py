@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +58,9 @@ class Compared:
         return self.difference <= tolerance and self.gap <= tolerance
 
 
-def generated(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[RequestOutput]:
+def generated(
+    llm: LLM, prompts: Sequence[list[int]], tokens: int, adapter: str | None = None
+) -> list[RequestOutput]:
     """Return our greedy tokens, with the logprobs of prompts and tokens."""
     params = SamplingParams(
         temperature=0.0,
@@ -66,7 +69,8 @@ def generated(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[Reque
         logprobs=_MOST,
         prompt_logprobs=_MOST,
     )
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False, lora_request=[adapter] * len(prompts))
     for output in outputs:
         if output.error:
             raise CommandError(f"a prompt of {len(output.prompt_token_ids)} tokens: {output.error}")
@@ -119,13 +123,18 @@ def transformers_library() -> Any:
 
 @contextmanager
 def transformers_model(
-    folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    adapter: Path | None = None,
 ) -> Iterator[Any]:
     """Load the model by transformers, with its own attention, and free it at the end.
 
-    With ``trust_remote_code``, it runs code of the checkpoint where that has some.
+    With ``trust_remote_code``, it runs code of the checkpoint where that has some. An ``adapter``
+    is loaded by PEFT.
 
-    Raises ``CommandError`` if transformers is not installed or refuses the model.
+    Raises ``CommandError`` if transformers or PEFT is not installed or refuses the model.
     """
     library = transformers_library()
     library.logging.set_verbosity_error()
@@ -147,7 +156,23 @@ def transformers_model(
             f"transformers fills {plural(len(missing), 'tensor')} with random numbers, so there is "
             f"nothing to compare with: {', '.join(missing[:3])}"
         )
+    if adapter is not None:
+        model = _with_adapter(model, adapter)
     yield model.to(device).eval()
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise CommandError("an adapter is compared with PEFT's: pip install peft") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return peft.PeftModel.from_pretrained(model, adapter)
+    except Exception as error:  # it raises all kinds
+        reason = describe_error(error)
+        raise CommandError(f"PEFT does not load {printable(adapter)}: {reason}") from error
 
 
 @torch.inference_mode()

@@ -122,6 +122,15 @@ OutOption = Annotated[
         "--out", metavar="DIR", help="The folder to write: new, or empty.", show_default=False
     ),
 ]
+AdapterOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter",
+        metavar="DIR",
+        help="A LoRA adapter of the model, as PEFT saves it.",
+        show_default=False,
+    ),
+]
 AllOption = Annotated[
     bool,
     typer.Option("--all", help="Print a line for each tensor; default: one line for all layers."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -96,6 +97,14 @@ def _refuse(error: BaseException) -> NoReturn:
         if rank != min(set(range(size)).difference(gone), default=0):
             raise typer.Exit(1) from error
     raise CommandError(str(error)) from error
+
+
+def loaded_adapter(llm: LLM, adapter: Path | None) -> str | None:
+    """Load the adapter of ``--adapter``, and return the name by which prompts ask for it."""
+    if adapter is None:
+        return None
+    with working("loading the adapter"):
+        return llm.load_adapter("adapter", adapter).name
 
 
 def given_params(sampling: SamplingOptions, max_tokens: int | None) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Fill(NamedTuple):
         if self.location.conversion is not None:
             return False
         dtype = self.location.tensor.dtype
-        return all(_same_bits(_in_order(each), each.target, dtype) for each in self.pieces())
+        return all(same_bits(_in_order(each), each.target, dtype) for each in self.pieces())
 
     def check_tied(self, unread: Iterable[Fill]) -> None:
         """Raise ``DuplicateWeightError`` where another name gives the tied tensor other bits.
@@ -86,7 +86,7 @@ class Fill(NamedTuple):
         for piece in self.pieces():
             other = sources.get(_place(piece.target), piece.target)
             same = not (isinstance(other, torch.Tensor) and other.is_meta)  # nothing was read
-            if not same or not _same_bits(_in_order(piece), other, tensor.dtype):
+            if not same or not same_bits(_in_order(piece), other, tensor.dtype):
                 raise DuplicateWeightError(
                     f"{self.name} and {self.tied_to} fill one tensor, to which the "
                     "configuration ties both, but their values differ. Set tie_word_embeddings "
@@ -174,7 +174,7 @@ def _in_order(piece: Piece) -> Weight:
     return piece.order.restore(stored)
 
 
-def _same_bits(one: Weight, other: Weight, dtype: torch.dtype) -> bool:
+def same_bits(one: Weight, other: Weight, dtype: torch.dtype) -> bool:
     """Tell whether two weights are the same once both are converted to ``dtype``."""
     if one is other:
         return True

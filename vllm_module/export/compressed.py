@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from vllm_module.base.messages import printable
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
 from vllm_module.core.fill import Fill
@@ -21,28 +20,19 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import LoadReport
 from vllm_module.core.tree import slots_of
-from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.export import compressed_config
 from vllm_module.export.compressed_config import quantization_config, stored_as
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
 from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
+from vllm_module.export.units import FILE_BYTES, CopiedTensor, WrittenUnit, opened, write_units
 from vllm_module.hf_config import read_entries
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization import QuantizableLayer, Scheme
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.weights import Weight
-from vllm_module.weights.digests import DIGESTS, digests_file
-from vllm_module.weights.sharded_state import ShardedState
 
-FILE_BYTES = 5_000_000_000  # bytes of a file, at most, unless one layer has more
 _WEIGHT = ".weight"
-# Entries of config.json about the way in which llama.cpp and Mistral store tensors.
-_ELSEWHERE = {
-    "stored_rotary_pairs": "the rows of queries and keys in the order of llama.cpp and Mistral",
-    "stored_experts_apart": "gate and up of experts apart, as llama.cpp does",
-    "stored_kv_b_apart": "keys and values of latents apart, as llama.cpp does",
-}
 
 
 class Converted(NamedTuple):
@@ -86,22 +76,7 @@ def convert(
     if config.quantization is None:
         raise ValueError("quantization should name a scheme to convert to, got None")
     source = ModelSource.find(config, load_format)
-    if getattr(source.config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
-            f"{printable(source.folder)} is quantized already (quantization_config of "
-            "config.json): convert the checkpoint in full precision"
-        )
-    for entry, what in _ELSEWHERE.items():
-        if getattr(source.config, entry, False):
-            raise UnsupportedModelError(
-                f"{printable(source.folder)} stores {what} ({entry}), which compressed-tensors has "
-                "no layout for: convert the model in Hugging Face's format"
-            )
-    with tensor_parallel(rank=0, size=1), source.open() as checkpoint:
-        if isinstance(checkpoint, ShardedState):
-            raise UnsupportedModelError(
-                f"{printable(source.folder)} is a sharded state: convert the original checkpoint"
-            )
+    with opened(source, "convert") as checkpoint:
         model = source.build(torch.device("cpu"), len(checkpoint))
         _demand_own_names(model)
         plan = model.plan_weights(checkpoint)
@@ -118,34 +93,8 @@ def convert(
             entries = read_entries(source.folder, config.hf_overrides)
             entries["quantization_config"] = quantization_config(layers, _ignored(model, plan))
             write_json(folder / "config.json", entries)
-            written = _write(folder, units, file_bytes, on_tensors)
+            written = write_units(folder, units, file_bytes, on_tensors)
         return Converted(plan.report, tuple(layers), checkpoint.bytes_read, written)
-
-
-class _Unit(Protocol):
-    """Tensors that are written together."""
-
-    @property
-    def tensors(self) -> dict[str, Stored]:
-        """Dtype and shape of the tensors, by name."""
-
-    def write(self, file: SafetensorsWriter) -> None:
-        """Read or compute the tensors, and write them."""
-
-
-class _Copy(NamedTuple):
-    """A tensor that is written as it is stored."""
-
-    name: str
-    weight: Weight
-
-    @property
-    def tensors(self) -> dict[str, Stored]:
-        return {self.name: Stored(self.weight.dtype, tuple(self.weight.shape))}
-
-    def write(self, file: SafetensorsWriter) -> None:
-        weight = self.weight
-        file.write(self.name, weight if isinstance(weight, torch.Tensor) else weight.read())
 
 
 class _Layer(NamedTuple):
@@ -210,14 +159,14 @@ def _packed(
     return held
 
 
-def _units(plan: LoadPlan) -> Iterator[_Unit]:
+def _units(plan: LoadPlan) -> Iterator[WrittenUnit]:
     """Yield the units to write, in the order of the plan's fills."""
     of_module: dict[nn.Module, list[Fill]] = {}
     for each in plan.fills:
         of_module.setdefault(each.location.node.module, []).append(each)
     for each in plan.fills:
         if each.location.conversion is None:
-            yield _Copy(each.name, each.weight)
+            yield CopiedTensor(each.name, each.weight)
         elif fills := of_module.pop(each.location.node.module, None):  # the first fill of a layer
             yield _layer(fills)
 
@@ -322,41 +271,3 @@ def _demand_own_names(model: vLLMModule) -> None:
                 f"{owner} overrides load_weights, so its checkpoint has other names or values than "
                 "its parameters, and cannot be written again"
             )
-
-
-def _write(
-    folder: Path,
-    units: Sequence[_Unit],
-    file_bytes: int,
-    on_tensors: Callable[[int], object],
-) -> int:
-    """Write all units, their digests and, if there are several files, the index; return bytes."""
-    files: list[list[_Unit]] = [[]]
-    nbytes = total = 0
-    for unit in units:
-        size = sum(stored.nbytes for stored in unit.tensors.values())
-        if files[-1] and nbytes + size > file_bytes:
-            files.append([])
-            nbytes = 0
-        files[-1].append(unit)
-        nbytes, total = nbytes + size, total + size
-    weight_map: dict[str, str] = {}
-    digests: dict[str, str] = {}
-    done = 0
-    for number, kept in enumerate(files, 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        name = name if len(files) > 1 else "model.safetensors"
-        tensors: dict[str, Stored] = {}
-        for unit in kept:
-            tensors |= unit.tensors
-        weight_map |= dict.fromkeys(tensors, name)
-        with SafetensorsWriter(folder / name, tensors, aligned=True, digests=digests) as file:
-            for unit in kept:
-                unit.write(file)
-                done += sum(stored.nbytes for stored in unit.tensors.values())
-                on_tensors(done)
-    write_json(folder / DIGESTS, digests_file([digests]))
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
-    return total

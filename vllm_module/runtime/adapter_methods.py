@@ -12,7 +12,7 @@ from vllm_module.base.messages import shorten
 from vllm_module.runtime.arguments import check_type
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
-from vllm_module.runtime.served_adapter import LoRARequest, ServedAdapter
+from vllm_module.runtime.served_adapter import AdapterMemory, LoRARequest, ServedAdapter
 from vllm_module.runtime.text.prompts import Prompt
 
 
@@ -28,7 +28,8 @@ class AdapterMethods:
 
         Requests ask for it by ``lora_request`` of :meth:`generate`, or the key ``adapter`` of a
         prompt. Their rows are computed with it, in one batch with those of other adapters and of
-        the model itself.
+        the model itself. With ``max_cpu_loras``, one that is not used may leave the memory; it is
+        read again from ``path`` when a request needs it, and must be the same then.
 
         Raises:
             ValueError: another adapter has this name.
@@ -47,9 +48,8 @@ class AdapterMethods:
                     f"an adapter is called {shorten(name)} already: unload_adapter it first, or "
                     "give another name"
                 )
-            number = next(self._adapter_numbers)
-            layers, size = self.executor.load_adapter(number, str(path))
-            adapter = ServedAdapter(name, number, str(path), layers, size)
+            adapter = ServedAdapter(name, next(self._adapter_numbers), str(path))
+            self._load(adapter)
             self.engine.adapters[name] = adapter
         return adapter
 
@@ -68,7 +68,7 @@ class AdapterMethods:
                     f"{used} requests use the adapter {shorten(name)}: wait for them, or abort them"
                 )
             del self.engine.adapters[name]
-            self.executor.drop_adapter(adapter.number)
+            self._memory().drop(adapter)
 
     def update_adapter(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
         """Update A and B of an adapter in place, between two steps, on every rank.
@@ -86,13 +86,24 @@ class AdapterMethods:
         with self.engine.alone():
             self.executor.check()
             adapter = self.engine.adapter(name)
+            if not adapter.in_memory:
+                self._load(adapter)
             self.executor.update_adapter(adapter.number, dict(weights))
             adapter.updates += 1  # requests from now on look for other pages
 
     def list_adapters(self) -> list[ServedAdapter]:
-        """Return the adapters that are loaded, in the order of loading."""
+        """Return the adapters that were loaded, in memory or not, in the order of loading."""
         with self.engine.reading():
             return list(self.engine.adapters.values())
+
+    def _memory(self) -> AdapterMemory:
+        memory = self.engine.adapter_memory
+        assert memory is not None, "the LLM made the engine with it"
+        return memory
+
+    def _load(self, adapter: ServedAdapter) -> None:
+        """Read an adapter, for which others may leave the memory, but not those that are used."""
+        self._memory().load(adapter, self.engine.scheduler.running_adapters())
 
     def _with_adapters(self, prompts: Sequence[Any], lora_request: Any) -> list[Any]:
         """Return prompts with the names of their adapters, which are loaded if they have a path."""

@@ -39,7 +39,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "limit_mm_per_prompt": ({},),
     "logits_processors": ([],),
     "logprobs_mode": ("raw_logprobs",),
-    "max_cpu_loras": (...,),
     "max_lora_rank": (...,),
     "max_parallel_loading_workers": (...,),
     "max_seq_len_to_capture": (...,),

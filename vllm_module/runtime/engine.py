@@ -19,6 +19,7 @@ from vllm_module.runtime.sampling.sampler import Sampled, first_tokens, sample
 from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
+from vllm_module.runtime.served_adapter import AdapterMemory
 from vllm_module.runtime.step_inputs import Step, StepInputs, next_inputs, step_inputs
 from vllm_module.runtime.text.stopping import check_stop
 from vllm_module.runtime.text.tokenizer import Tokenizer
@@ -41,8 +42,8 @@ class Engine(Requests):
     Args:
         execute: function that runs the model (:class:`Execute`).
         scheduler: scheduler that chooses the tokens of each step.
-        vocab_size, max_model_len, tokenizer, stop_token_ids, eos_token_id, stream: as for
-            :class:`~vllm_module.runtime.requests.Requests`.
+        vocab_size, max_model_len, tokenizer, stop_token_ids, eos_token_id, stream,
+            adapter_memory: as for :class:`~vllm_module.runtime.requests.Requests`.
         repeatable: whether ``execute`` can be called again after it has raised.
         first_tokens: returns the most probable token of each row of logits that ``execute`` has
             returned.
@@ -66,16 +67,12 @@ class Engine(Requests):
         wait: Wait = synchronize,
         async_scheduling: bool = False,
         stream: torch.cuda.Stream | None = None,
+        adapter_memory: AdapterMemory | None = None,
     ) -> None:
         super().__init__(
-            scheduler,
-            vocab_size,
-            max_model_len,
-            tokenizer,
-            stop_token_ids,
-            eos_token_id,
-            stream,
-        )
+            scheduler, vocab_size, max_model_len, tokenizer, stop_token_ids, eos_token_id,
+            stream, adapter_memory,
+        )  # fmt: skip
         self.execute = execute
         self.repeatable = repeatable
         self.first_tokens = first_tokens
@@ -158,22 +155,24 @@ class Engine(Requests):
         """
         begin = time.perf_counter()
         with self.alone():
-            step = Step()
+            step, unread = Step(), list[Request]()
             try:
                 launched, self._next = self._next, None
                 if launched is None or launched.ended:
                     step = self.scheduler.schedule()
+                    if self.adapters:
+                        unread = self._read_adapters(step)
                     if not step.scheduled:
-                        return []
+                        return unread
                     try:
                         launched = self._launch(step)
                     except Exception as error:
-                        return self._compute_apart(step, error)
+                        return unread + self._compute_apart(step, error)
                 step = launched.step
                 if self.async_scheduling:
                     self._next = self._launch_next(launched)
                 used = self.scheduler.pool.num_pages - self.scheduler.pool.free_pages
-                changed = self._finish_step(launched)
+                changed = unread + self._finish_step(launched)
                 if on_step is not None:
                     counts = [count for _, count in step.scheduled]
                     on_step(StepStats(counts, used, time.perf_counter() - begin))

@@ -40,6 +40,7 @@ from vllm_module.runtime.pooling.encoder_methods import EncoderMethods
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.served_adapter import AdapterMemory
 from vllm_module.runtime.text.chat import ChatTemplate, template_text
 from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.runtime.text.template_process import TemplateProcess
@@ -283,6 +284,9 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             wait=self.executor.wait,
             async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
             stream=torch.cuda.current_stream(worker.device) if on_gpu else None,
+            adapter_memory=AdapterMemory(
+                self.executor.load_adapter, self.executor.drop_adapter, config.max_cpu_loras
+            ),
         )
 
     def _facts(self) -> list[tuple[str, str]]:

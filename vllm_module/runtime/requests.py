@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from vllm_module.base.messages import shorten
+from vllm_module.base.messages import describe_error, shorten
+from vllm_module.errors import WeightLoadError
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.metrics import Totals
 from vllm_module.runtime.sampling.grammar import Grammars
@@ -19,7 +20,8 @@ from vllm_module.runtime.sampling.row import check_tokens, encode_bad_words
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import FinishReason, Request, Sequence
-from vllm_module.runtime.served_adapter import ServedAdapter
+from vllm_module.runtime.served_adapter import AdapterMemory, ServedAdapter
+from vllm_module.runtime.step_inputs import Step
 from vllm_module.runtime.text.stopping import complete_text
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
@@ -37,6 +39,7 @@ class Requests:
         stop_token_ids: the model's own end tokens; ids outside of the vocabulary are ignored.
         eos_token_id: the one of them that is no ``stop_reason``; the others are.
         stream: of a GPU, for all that the engine launches, in whichever thread it is called.
+        adapter_memory: reads the adapters of requests.
 
     Attributes:
         grammars: compiles what requests must follow.
@@ -58,8 +61,9 @@ class Requests:
         stop_token_ids: Collection[int],
         eos_token_id: int | None,
         stream: torch.cuda.Stream | None,
+        adapter_memory: AdapterMemory | None,
     ) -> None:
-        self.stream = stream
+        self.stream, self.adapter_memory = stream, adapter_memory
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -162,6 +166,33 @@ class Requests:
             known = ", ".join(map(shorten, self.adapters)) or "none"
             raise ValueError(f"no adapter is called {shorten(name)}; loaded are: {known}")
         return self.adapters[name]
+
+    def _read_adapters(self, step: Step) -> list[Request]:
+        """Read the adapters of a step that are not in memory.
+
+        Requests of one that cannot be read end with the error, and are returned.
+        """
+        memory, failed = self.adapter_memory, list[Request]()
+        # In an order that is the same in every process of one engine.
+        found = (sequence.request.adapter for sequence, _ in step.scheduled)
+        adapters = list(dict.fromkeys(each for each in found if each is not None))
+        if memory is None or not adapters:
+            return failed
+        memory.use(adapters)
+        running = self.scheduler.running_adapters()
+        for adapter in [each for each in adapters if not each.in_memory]:
+            try:
+                memory.load(adapter, running)
+            except (WeightLoadError, OSError, MemoryError) as error:
+                requests = [s.request for s, _ in step.scheduled if s.request.adapter is adapter]
+                for request in dict.fromkeys(requests):
+                    self._end_request(request, "error", describe_error(error))
+                    failed.append(request)
+        if failed:
+            step.scheduled = [each for each in step.scheduled if each[0].request not in failed]
+            if not step.scheduled:  # it is not run, and states that it was to save are not there
+                self.scheduler.saved.forget_all()
+        return failed
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request and free its pages; do nothing if it has ended.

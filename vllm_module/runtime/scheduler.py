@@ -9,6 +9,7 @@ from operator import attrgetter
 from vllm_module.runtime.cache.allocator import Allocator
 from vllm_module.runtime.cache.page_pool import ROOT, PagePool
 from vllm_module.runtime.sequence import Request, Sequence
+from vllm_module.runtime.served_adapter import ServedAdapter
 from vllm_module.runtime.step_inputs import Step
 
 _BY_ARRIVAL = attrgetter("request.arrival", "index")  # sort key of sequences
@@ -238,9 +239,13 @@ class Scheduler(Allocator):
             return self._swap_fits(sequence)
         return self._find_pages(sequence) is not None
 
+    def running_adapters(self) -> set[ServedAdapter]:
+        """Return the adapters of running sequences."""
+        return {each.request.adapter for each in self.running if each.request.adapter is not None}
+
     def _adapter_fits(self, sequence: Sequence) -> bool:
         """Return whether the running sequences have few enough adapters with this one's."""
-        running = {each.request.adapter for each in self.running} - {None}
+        running = self.running_adapters()
         return sequence.request.adapter in running or len(running) < self.max_loras
 
     def _start(self, sequence: Sequence, most: int, step: Step, *, reuse: bool = True) -> int:

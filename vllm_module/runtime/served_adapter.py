@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_module.base.messages import printable, shorten
+from vllm_module.errors import WeightReadError
 
 
 @dataclass(frozen=True)
@@ -21,28 +26,112 @@ class LoRARequest:
     lora_path: str = ""
 
 
+class LoadedAdapter(NamedTuple):
+    """An adapter on one rank: its layers and bytes there, and the versions of the files read."""
+
+    num_layers: int
+    num_bytes: int
+    files: tuple[tuple[str, int, int, int], ...]
+
+
 @dataclass(eq=False)
 class ServedAdapter:
-    """An adapter that is loaded on every rank of an engine.
+    """An adapter that requests of an engine may ask for.
 
     Attributes:
         name: by which requests ask for it.
         number: by which ranks know it; never used again.
         path: the folder that it was loaded from.
-        num_layers: layers that it adds to.
-        num_bytes: size of A and B on rank 0.
         updates: how often its weights have been updated.
+        in_memory: whether the ranks hold A and B; if not, they are read when a request needs them.
+        used: when a step used it last; a larger number is later.
+        loaded: what each rank has found when it was loaded first.
 
     """
 
     name: str
     number: int
     path: str
-    num_layers: int
-    num_bytes: int
     updates: int = 0
+    in_memory: bool = False
+    used: int = 0
+    loaded: list[LoadedAdapter] = field(default_factory=list, repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of rank 0 that it adds to."""
+        return self.loaded[0].num_layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of A and B on rank 0, in memory or not."""
+        return self.loaded[0].num_bytes
 
     @property
     def version(self) -> str:
         """Name and number of updates, such as ``"sql@2"``."""
         return f"{self.name}@{self.updates}"
+
+
+class AdapterMemory:
+    """The adapters that are in memory: those that were used last, and those that were updated.
+
+    What an update wrote is in no file, so such an adapter stays until it is unloaded.
+
+    Args:
+        load: reads an adapter, by number and folder, on every rank.
+        drop: frees one, by number, on every rank.
+        most: how many may be in memory beside those that were updated; ``None`` for all.
+
+    """
+
+    def __init__(
+        self,
+        load: Callable[[int, str], list[LoadedAdapter]],
+        drop: Callable[[int], object],
+        most: int | None,
+    ) -> None:
+        self._load, self._drop, self._most = load, drop, most
+        self._held: dict[ServedAdapter, None] = {}
+        self._uses = 0
+
+    def use(self, adapters: Collection[ServedAdapter]) -> None:
+        """Note that a step uses these adapters."""
+        self._uses += 1
+        for adapter in adapters:
+            adapter.used = self._uses
+
+    def load(self, adapter: ServedAdapter, running: Collection[ServedAdapter] = ()) -> None:
+        """Read an adapter that is not in memory, and drop others for it that are not ``running``.
+
+        Raises what reading it raises, and ``WeightReadError`` if its files are not those that it
+        was loaded from first; then it is not in memory.
+        """
+        self._make_room(running)
+        loaded = self._load(adapter.number, adapter.path)
+        if adapter.loaded and [each.files for each in loaded] != [e.files for e in adapter.loaded]:
+            self._drop(adapter.number)
+            raise WeightReadError(
+                f"the files of the adapter {shorten(adapter.name)} in {printable(adapter.path)} "
+                "have changed since it was loaded: unload_adapter it, and load it again"
+            )
+        adapter.loaded, adapter.in_memory = loaded, True
+        self.use([adapter])
+        self._held[adapter] = None
+
+    def drop(self, adapter: ServedAdapter) -> None:
+        """Free an adapter, if it is in memory."""
+        if adapter.in_memory:
+            adapter.in_memory = False
+            del self._held[adapter]
+            self._drop(adapter.number)
+
+    def _make_room(self, running: Collection[ServedAdapter]) -> None:
+        """Drop the adapters that were used longest ago until one more may be loaded."""
+        if self._most is None:
+            return
+        counted = [each for each in self._held if not each.updates]
+        idle = [each for each in counted if each not in running]
+        idle.sort(key=lambda each: each.used)
+        for each in idle[: max(0, len(counted) + 1 - self._most)]:
+            self.drop(each)

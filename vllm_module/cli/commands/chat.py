@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_module.cli.options import (
+    AdapterOption,
     CacheDType,
     CacheDTypeOption,
     DeviceOptions,
@@ -25,7 +26,13 @@ from vllm_module.cli.options import (
 )
 from vllm_module.cli.output import announce, error_text
 from vllm_module.cli.ranks import is_first_rank
-from vllm_module.cli.serving import check_text, given_params, sampling_params, serving
+from vllm_module.cli.serving import (
+    check_text,
+    given_params,
+    loaded_adapter,
+    sampling_params,
+    serving,
+)
 from vllm_module.cli.streams import complain
 from vllm_module.errors import WeightLoadError
 
@@ -68,6 +75,7 @@ def chat(
     model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
+    adapter: AdapterOption = None,
     devices: DeviceOptions,
 ) -> None:
     """Chat with a model.
@@ -106,12 +114,15 @@ def chat(
         kv_cache_dtype=kv_cache_dtype.value,
     ) as llm:
         params = sampling_params(llm, given, max_tokens=1024)
-        refused = _converse(llm, params, system_messages)
+        name = loaded_adapter(llm, adapter)
+        refused = _converse(llm, params, system_messages, name)
     if refused and not sys.stdin.isatty():
         raise typer.Exit(1)
 
 
-def _converse(llm: LLM, params: SamplingParams, system_messages: list[dict[str, str]]) -> bool:
+def _converse(
+    llm: LLM, params: SamplingParams, system_messages: list[dict[str, str]], adapter: str | None
+) -> bool:
     """Answer the user's messages; return whether any was refused."""
     refused = False
     messages = list(system_messages)
@@ -134,7 +145,7 @@ def _converse(llm: LLM, params: SamplingParams, system_messages: list[dict[str, 
         elif text:
             messages.append({"role": "user", "content": text})
             try:
-                answer = _answer(llm, params, messages)
+                answer = _answer(llm, params, messages, adapter)
             except WeightLoadError:
                 raise
             except ValueError as error:
@@ -162,12 +173,15 @@ def _typed_lines() -> Iterator[str]:
         print()
 
 
-def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str:
+def _answer(
+    llm: LLM, params: SamplingParams, messages: list[dict[str, str]], adapter: str | None
+) -> str:
     """Print the answer as it is generated, until its end or Ctrl-C, and return it."""
     text = ""
     with _interrupts() as interrupted:
         try:
-            for output in llm.stream(llm.chat_prompt(messages), params):
+            prompt = llm.chat_prompt(messages)
+            for output in llm.stream({**prompt, "adapter": adapter}, params):
                 if output.error:
                     raise ValueError(output.error)
                 (completion,) = output.outputs

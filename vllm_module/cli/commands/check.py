@@ -9,6 +9,7 @@ import typer
 
 from vllm_module.base.messages import printable, printable_name
 from vllm_module.cli.options import (
+    AdapterOption,
     DeviceOptions,
     DTypeOptions,
     JsonOption,
@@ -26,7 +27,7 @@ from vllm_module.cli.output import (
     working,
 )
 from vllm_module.cli.ranks import is_first_rank
-from vllm_module.cli.serving import check_text, serving
+from vllm_module.cli.serving import check_text, loaded_adapter, serving
 
 PROMPTS = "The capital of France is", "def fibonacci(n):", "1, 2, 3, 4, 5,"
 
@@ -57,6 +58,7 @@ def check(
     dtype: DTypeOptions,
     model: ModelOptions,
     max_model_len: LengthOption = None,
+    adapter: AdapterOption = None,
     devices: DeviceOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,6 +71,7 @@ def check(
     that 16 bits hide. Without a tokenizer, prompts of token ids are made up. The exit code is 1 if
     a prompt differs. Both read the same files: values that are wrong in them are wrong on both
     sides. So that nothing else is, the engine's weights are compared with the files by digests.
+    With --adapter, both compute with it, transformers by PEFT.
 
     JSON keys: checkpoint; model_impl; transformers (its version); dtype; device;
     tensor_parallel_size; tolerance; agrees; prompts, one each (prompt or null, prompt_ids, ids,
@@ -115,13 +118,15 @@ def check(
         else:
             rows, named = [llm.tokenizer.encode(text) for text in texts], [*texts]
         with working("generating"):
-            outputs = generated(llm, rows, tokens)
+            outputs = generated(llm, rows, tokens, loaded_adapter(llm, adapter))
         with working("comparing weights with the files"):
             weights = compare_weights(llm)
     passes = TOLERANCES.get(model_dtype, 1e-3) if tolerance is None else tolerance
     with (
         working("loading by transformers"),
-        transformers_model(folder, model_dtype, model_device, model.trust_remote_code) as peer,
+        transformers_model(
+            folder, model_dtype, model_device, model.trust_remote_code, adapter
+        ) as peer,
     ):
         found = [compare(peer, output) for output in outputs]
     agrees = [each.agrees(passes) for each in found]

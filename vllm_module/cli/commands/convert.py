@@ -1,29 +1,36 @@
-"""``vllm-module convert``: a quantized copy of a checkpoint."""
+"""``vllm-module convert``: a checkpoint quantized, or with an adapter merged into it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_module.cli.options import (
+    AdapterOption,
     JsonOption,
     ModelOptions,
     OutOption,
     PrecisionOptions,
     Quantization,
     Source,
+    UsageError,
     check_out,
     model_config,
 )
 from vllm_module.cli.output import console, plural, print_json, print_text, size, working, writing
 
+if TYPE_CHECKING:
+    from vllm_module.config import ModelConfig
+
 
 def convert(
     source: Source,
     *,
+    out: OutOption,
     quantization: Annotated[
-        Quantization,
+        Quantization | None,
         typer.Option(
             "--quantization",
             metavar="SCHEME",
@@ -31,8 +38,8 @@ def convert(
             "fp8_per_block, int8_per_channel_weight_only or int4_per_group.",
             show_default=False,
         ),
-    ],
-    out: OutOption,
+    ] = None,
+    adapter: AdapterOption = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,16 +61,27 @@ def convert(
     model: ModelOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a quantized checkpoint.
+    """Quantize a checkpoint, or merge an adapter.
 
-    Its tensors are those of loading CKPT with this scheme, under CKPT's names and in the layout of
-    compressed-tensors. Layers are quantized one after another on the CPU.
+    Quantized tensors are those of loading CKPT with this scheme, under CKPT's names and in the
+    layout of compressed-tensors. Layers are quantized one after another on the CPU.
 
-    JSON keys: out; quantization; quantized (names of layers); skipped (name to rule; they are not
-    written); bytes_read; bytes_written.
+    With --adapter, the new checkpoint is that of PEFT's merge_and_unload(). Tensors are read,
+    changed and written one after another.
+
+    JSON keys: out; quantization, and quantized (names of layers), or adapter, and merged (names of
+    tensors); skipped (name to rule; they are not written); bytes_read; bytes_written.
     """
     check_out(out)
+    if (quantization is None) == (adapter is None):
+        raise UsageError("give either --quantization or --adapter: to do both, merge first")
     config = model_config(source, PrecisionOptions(quantization=quantization), model)
+    if quantization is None:
+        assert adapter is not None
+        if ignore or group_size != 128:
+            raise UsageError("--ignore and --group-size are for --quantization")
+        _merge(config, adapter, out, model.load_format.value, as_json=as_json)
+        return
     if group_size < 1 or group_size % 8:
         problem = f"expected a multiple of 8, got {group_size}"
         raise typer.BadParameter(problem, param_hint="--group-size")
@@ -104,3 +122,34 @@ def convert(
     layers = plural(len(converted.quantized), "layer")
     nbytes = f"{size(converted.read)} read, {size(converted.written)} written"
     print_text(console(), f"{report}\n{layers} quantized: {nbytes}")
+
+
+def _merge(
+    config: ModelConfig, adapter: Path, out: Path, load_format: str, *, as_json: bool
+) -> None:
+    with working("importing torch") as show:
+        from vllm_module.export.merged import merge
+
+        with writing(out):
+            merged = merge(
+                config,
+                adapter,
+                out,
+                load_format=load_format,
+                on_tensors=lambda nbytes: show(f"wrote {size(nbytes)}"),
+            )
+    if as_json:
+        print_json(
+            {
+                "out": str(out),
+                "adapter": str(adapter),
+                "merged": merged.merged,
+                "skipped": merged.report.skipped,
+                "bytes_read": merged.read,
+                "bytes_written": merged.written,
+            }
+        )
+        return
+    tensors = plural(len(merged.merged), "tensor")
+    nbytes = f"{size(merged.read)} read, {size(merged.written)} written"
+    print_text(console(), f"{merged.report}\n{tensors} changed: {nbytes}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_module.cli.options import (
+    AdapterOption,
     CacheDType,
     CacheDTypeOption,
     DeviceOptions,
@@ -23,7 +24,13 @@ from vllm_module.cli.options import (
     UsageError,
 )
 from vllm_module.cli.output import console, error_text, plural, print_json, working
-from vllm_module.cli.serving import check_text, given_params, sampling_params, serving
+from vllm_module.cli.serving import (
+    check_text,
+    given_params,
+    loaded_adapter,
+    sampling_params,
+    serving,
+)
 from vllm_module.cli.streams import complain
 from vllm_module.errors import CheckpointFormatError
 
@@ -62,6 +69,7 @@ def generate(
     model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
     max_model_len: LengthOption = None,
+    adapter: AdapterOption = None,
     devices: DeviceOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,8 +105,9 @@ def generate(
                 raise CheckpointFormatError(f"{llm.no_tokenizer} (--prompt-ids)")
             completion.prompt_ids = llm.tokenizer.encode(completion.prompt or "")
         params = sampling_params(llm, given, max_tokens=64)
+        name = loaded_adapter(llm, adapter)
         start = time.perf_counter()
-        _run(llm, completions, params, quiet=as_json)
+        _run(llm, completions, params, name, quiet=as_json)
         seconds = time.perf_counter() - start
         if as_json:
             print_json(
@@ -139,11 +148,18 @@ class Completion:
         self.stopped = sample.finish_reason == "stop"
 
 
-def _run(llm: LLM, completions: list[Completion], params: SamplingParams, *, quiet: bool) -> None:
+def _run(
+    llm: LLM,
+    completions: list[Completion],
+    params: SamplingParams,
+    adapter: str | None,
+    *,
+    quiet: bool,
+) -> None:
     """Complete all prompts; print one alone token by token, or several when complete."""
     alone, out = len(completions) == 1, console()
     streams = alone and not quiet
-    prompts = [{"prompt_token_ids": completion.prompt_ids} for completion in completions]
+    prompts = [{"prompt_token_ids": each.prompt_ids, "adapter": adapter} for each in completions]
     outputs = llm.serve(prompts, params, every_token=streams)
     with ExitStack() as stack:
         show = stack.enter_context(working("computing prompts"))

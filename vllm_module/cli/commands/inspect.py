@@ -76,6 +76,7 @@ def inspect(
     JSON keys: checkpoint; load_format (or null); ranks (of a sharded state, or null); architecture
     (supported, or null where only plan and load find out; model_impl: native, transformers or null;
     refused: why, if it is known; and entries of config.json; null if there is no config.json);
+    adapter (base, settings, refused; null if there is no adapter_config.json);
     tensors (name, dtype, shape, bytes, file and byte_range in the file, or null); files and dtypes
     (tensors and bytes of each); total (tensors, elements, bytes).
     """
@@ -85,6 +86,7 @@ def inspect(
     with working("reading headers"):
         with open_weights(found) as checkpoint:
             architecture = _architecture(found.folder, getattr(checkpoint, "config", None))
+            adapter = None if architecture is not None else _adapter(found.folder)
             tensors, taken = _tensors(checkpoint), checkpoint.load_format
         elements = sum(math.prod(tensor.shape) for tensor in tensors)
         of_ranks = getattr(getattr(checkpoint, "manifest", None), "tensor_parallel_size", None)
@@ -97,6 +99,7 @@ def inspect(
                 "load_format": taken,
                 "ranks": of_ranks,
                 "architecture": architecture,
+                "adapter": adapter,
                 "tensors": tensors,
                 "files": by_file,
                 "dtypes": by_dtype,
@@ -105,7 +108,13 @@ def inspect(
         )
         return
     out = console()
-    _print_architecture(out, architecture)
+    if adapter is not None:
+        base = printable(adapter["base"] or "a base without a name")
+        print_text(out, f"LoRA adapter of {base}", "bold")
+        print_text(out, adapter["refused"] or adapter["settings"], indent="")
+        out.print()
+    else:
+        _print_architecture(out, architecture)
     rows = [[t] for t in tensors] if every else grouped(tensors, lambda t: t.name, _dtype_and_shape)
     print_table(
         out,
@@ -165,6 +174,25 @@ def _architecture(
         **({} if refused is None else {"refused": refused}),
         **{key: value for key, value in shown.items() if value is not None},
     }
+
+
+def _adapter(folder: Path) -> dict[str, Any] | None:
+    """Return what adapter_config.json says, and why such an adapter is refused, if it is."""
+    from vllm_module.adapters.config import CONFIG_FILE, adapter_config
+    from vllm_module.cli.adapter_plan import settings_line
+    from vllm_module.weights.regular_file import is_there
+    from vllm_module.weights.strict_json import read_json
+
+    path = folder / CONFIG_FILE
+    if not is_there(path):
+        return None
+    entries = read_json(path, folder)
+    base = entries.get("base_model_name_or_path")
+    found = {"base": base if isinstance(base, str) else None, "settings": None, "refused": None}
+    try:
+        return found | {"settings": settings_line(adapter_config(entries, printable(path)))}
+    except (CheckpointFormatError, UnsupportedModelError) as error:
+        return found | {"refused": str(error)}  # the tensors are listed all the same
 
 
 def _quantization(stored: object) -> str | None:

@@ -12,6 +12,7 @@ import typer
 
 from vllm_module.base.garbage import paused_gc
 from vllm_module.cli.options import (
+    AdapterOption,
     AllOption,
     CacheDType,
     CacheDTypeOption,
@@ -88,6 +89,7 @@ def plan(
             help="Also write which part of which tensor lies where on which rank, as JSON.",
         ),
     ] = None,
+    adapter: AdapterOption = None,
     every: AllOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,7 +97,8 @@ def plan(
 
     A line stands for a tensor of all layers: what each rank keeps of it, and the parameter that it
     fills, if that has another name. Only headers are read. The exit code is 1 if a tensor is
-    missing, unexpected, duplicated or misshapen, or if a rank needs more than --memory.
+    missing, unexpected, duplicated or misshapen, or if a rank needs more than --memory. With
+    --adapter, the modules that it adapts are listed, too, and what it takes of each rank's memory.
 
     JSON keys: checkpoint; model_impl (native or transformers); dtype; tensor_parallel_size;
     expert_parallel_size (1 without experts that are spread); checkpoint_bytes; context_len
@@ -104,7 +107,8 @@ def plan(
     kv_cache_bytes for context_len, state_bytes of a sequence, needed_bytes: the peak on the device,
     kv_cache_tokens that fit into the memory, or null; reads: name, file, byte_range in the file,
     bytes, pieces, shape, of, dtype, parameter, slot, quantized, tied_to); skipped (name to rule);
-    missing, unexpected, duplicated and misshapen (lists of [name, detail]).
+    missing, unexpected, duplicated and misshapen (lists of [name, detail]); with --adapter,
+    adapter (path; modules: name, rank, scale, a and b: shapes, bytes; rank_bytes).
     """
     memory_bytes = None if memory is None else parse_size(memory)
     if expert_parallel_size is not None and expert_parallel_size % ranks.tp:
@@ -133,10 +137,17 @@ def plan(
 
         with writing(layout):
             layout.write_bytes(layout_json(plan.layout))
+    planned = None
+    if adapter is not None and plan.report.ok:
+        from vllm_module.cli.adapter_plan import plan_adapter, print_adapter
+
+        planned = plan_adapter(model_source, adapter, ranks.tp, ep)
     if as_json:
-        print_json(plan.as_json())
+        print_json(plan.as_json() | ({} if planned is None else {"adapter": planned.as_json()}))
     else:
         print_plan(console(), plan, every=every)
+        if planned is not None:
+            print_adapter(console(), planned, every=every)
     plan.raise_if_refused()
 
 

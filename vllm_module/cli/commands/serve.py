@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from vllm_module.cli.options import (
     RankOptions,
     Source,
 )
-from vllm_module.cli.output import CommandError, announce
+from vllm_module.cli.output import CommandError, announce, working
 from vllm_module.cli.ranks import is_first_rank
 from vllm_module.cli.serving import serving
 
@@ -34,6 +34,51 @@ if TYPE_CHECKING:
     from vllm_module.server.state import State
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class ServedAdapterOptions(Options):
+    """The LoRA adapters that a server has from the start, by vLLM's names."""
+
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR",
+            help="A LoRA adapter, and the name by which requests ask for it as their model; may be "
+            "repeated.",
+            show_default=False,
+        ),
+    ] = None
+    max_loras: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Most adapters in one step; requests of others wait in turn."
+        ),
+    ] = 8
+    max_cpu_loras: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Most adapters in memory; others are read again from their folders when a request "
+            "needs them. Default: all stay.",
+        ),
+    ] = None
+
+    def folders(self, model: Sequence[str]) -> dict[str, str]:
+        """Return the folders by name; raise a usage error for a name that is given twice."""
+        found: dict[str, str] = {}
+        for given in self.lora_modules or ():
+            name, is_pair, folder = given.partition("=")
+            if not (name and is_pair and folder):
+                problem = f"expected NAME=DIR, got {printable(given)!r}"
+            elif name in found or name in model:
+                problem = f"two models are called {printable(name)!r}"
+            else:
+                found[name] = folder
+                continue
+            raise typer.BadParameter(problem, param_hint="--lora-modules")
+        return found
 
 
 @dataclass(frozen=True)
@@ -136,6 +181,7 @@ def serve(
     source: Source,
     *,
     server: ServerOptions,
+    adapters: ServedAdapterOptions,
     ranks: RankOptions,
     precision: PrecisionOptions,
     model: ModelOptions,
@@ -152,6 +198,7 @@ def serve(
     leaves out are those of generation_config.json, else the protocol's.
     With --tp, each rank is a process; under torchrun, rank 0 answers.
     """
+    folders = adapters.folders(server.served_model_name or [source])
     with ExitStack() as stack:
         if is_first_rank():
             listener, state = stack.enter_context(_listening(source, server))
@@ -164,8 +211,13 @@ def serve(
             encoders=True,
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype.value,
+            max_loras=adapters.max_loras,
+            max_cpu_loras=adapters.max_cpu_loras,
         )
         llm = stack.enter_context(loading)  # returns on the first rank only
+        for name, folder in folders.items():
+            with working(f"loading the adapter {printable(name)}"):
+                llm.load_adapter(name, folder)
         from vllm_module.runtime.async_llm import AsyncLLM
         from vllm_module.server.tools import Formats
 

@@ -26,6 +26,7 @@ from vllm_module.runtime.ranks.connections import Connections, connect, meeting_
 from vllm_module.runtime.ranks.extension import worker_class
 from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.worker import SLEEPING, Worker, check_ranks
+from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import Weight, receive_weights, send_weights
 from vllm_module.weights.changes import Changes, whole_tensors
@@ -229,13 +230,13 @@ class Executor:
                 self._everywhere("wake_up", caches)
                 self._wake(["weights", *caches])
 
-    def load_adapter(self, number: int, path: str) -> tuple[int, int]:
-        """Load an adapter on every rank; return its number of layers, and of bytes on this rank.
+    def load_adapter(self, number: int, path: str) -> list[LoadedAdapter]:
+        """Load an adapter on every rank, and return what each has, by rank.
 
         Raises what the ranks raise; then no rank has it.
         """
         try:
-            found: tuple[int, int] = self._everywhere("load_adapter", number, path)[self.rank]
+            found: list[LoadedAdapter] = self._everywhere("load_adapter", number, path)
         except Exception:
             if self._closed is None:
                 self.drop_adapter(number)

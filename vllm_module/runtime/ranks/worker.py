@@ -18,21 +18,24 @@ from vllm_module.adapters import (
     base_names,
     check_used,
     detach,
+    file_versions,
     open_adapter,
 )
+from vllm_module.base.messages import printable
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.loader import find_and_load
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.core.fill import refuse_nan
 from vllm_module.distributed import tensor_parallel, tensor_parallel_group
-from vllm_module.errors import ModelNotReadyError, UnsupportedModelError
+from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
 from vllm_module.layers.lora import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.sampling.sampler import warm_up
+from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
 from vllm_module.weights import Weight
@@ -294,8 +297,8 @@ class Worker:
         if not self.model.allow_nan:
             refuse_nan(plan.fills)
 
-    def load_adapter(self, number: int, path: str) -> tuple[int, int]:
-        """Load this rank's part of an adapter; return its number of layers, and of bytes.
+    def load_adapter(self, number: int, path: str) -> LoadedAdapter:
+        """Load this rank's part of an adapter.
 
         Raises ``WeightLoadError`` if it does not fit the model; then nothing has changed.
         """
@@ -304,13 +307,16 @@ class Worker:
                 "adapters are not computed where torch.compile fuses a model: leave out "
                 "enable_torch_compile"
             )
+        versions = file_versions(path)
         with open_adapter(path) as (config, weights):
             adapter = Adapter(self.model, config)
             adapter.load(weights)
+        if file_versions(path) != versions:
+            raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
         attach(adapter, number, self._adapter_rows)
         self._adapters[number] = adapter
         size = sum(each.nbytes for each in adapter.parameters())
-        return len(list(adapter.layers())), size
+        return LoadedAdapter(len(list(adapter.layers())), size, versions)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, if this rank has it."""
