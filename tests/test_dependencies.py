@@ -42,6 +42,7 @@ EXTRAS = {
     ("vllm_module.kernels.matmul.code_rows", "numba"): "cpu",
     ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
     ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",
+    ("vllm_module.runtime.sampling.grammar_script", "llguidance"): "structured-outputs",
     ("vllm_module.server", "starlette"): "serve",
     ("vllm_module.server", "uvicorn"): "serve",
     ("vllm_module.server.connection", "h11"): "serve",

@@ -41,7 +41,7 @@ def formatted(process: TemplateProcess, template: str, **variables: Any) -> str:
         "center": ("{{ 'x'|center(10**11) }}", "needs more than 512 MiB of memory"),
         "percent": ("{{ '%1000000000000d' % 3 }}", "needs more than 512 MiB of memory"),
         "doubling": (DOUBLING, "needs more than 512 MiB of memory"),
-        "text": ("{{ 'x' * 1200000 }}", "writes more than 1 MiB of text besides the messages"),
+        "text": ("{{ 'x' * 1200000 }}", "writes more than 1 MiB of text besides what it is given"),
         "macro": ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
         "class": ("{{ ().__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
         "change": ("{{ messages.append(1) }}", "SecurityError"),

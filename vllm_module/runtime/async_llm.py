@@ -24,6 +24,7 @@ from vllm_module.errors import EngineBusyError
 from vllm_module.runtime.engine_thread import EngineThread, Inbox, PauseMode
 from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.outputs import EmbeddingRequestOutput, RequestOutput
+from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.text.prompts import Prompt, Tokenization, prompt_text, token_ids
@@ -66,6 +67,8 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._lock = threading.Lock()  # several event loops may count
         self._accepted = 0  # samples of calls that have not ended
+        if not self.llm.no_text:
+            self.llm.engine.grammars.prepare()
         self._thread = EngineThread(self.llm)
 
     async def generate(
@@ -117,11 +120,17 @@ class AsyncLLM:
         name = f"async-{next(self._ids)}" if request_id is None else request_id
         ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
         with self._accepting(params.n * len(prompts)):
-            tokenized = await self._tokenize(prompts)
             inbox = Inbox(every_token)
             unfinished = len(prompts)
             try:
-                self._thread.put(lambda: self._thread.add(inbox, ids, tokenized, params))
+                if prompts:
+                    self._thread.put(lambda: self._thread.expect(inbox, ids))
+                tokenized = await self._tokenize(prompts)
+                grammar: Grammar | None = None
+                if params.structured_outputs is not None:
+                    compiling = self.llm.engine.grammars.submit(params.structured_outputs)
+                    grammar = await inbox.compiled(compiling)
+                self._thread.put(lambda: self._thread.add(inbox, tokenized, params, grammar))
                 while unfinished:
                     for index, output in (await inbox.take()).items():
                         unfinished -= output.finished

@@ -14,6 +14,7 @@ from typing import Literal
 from vllm_module.base.messages import describe_error
 from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.outputs import RequestOutput
+from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.text.prompts import Prompt, Tokenization
@@ -37,6 +38,8 @@ class Inbox:
         every_token: whether outputs before the last one are wanted.
         failure: reason why no output comes any more.
         left: True once the caller takes none any more; the engine's thread reads it.
+        aborted: ids of requests that the engine's thread was told to abort before it added them.
+        given_up: True once all requests of the caller are.
 
     """
 
@@ -47,14 +50,40 @@ class Inbox:
         self.latest: dict[int, RequestOutput] = {}
         self.failure: Exception | None = None
         self.left = False
+        self.aborted: set[str] = set()
+        self.given_up = False
 
-    def put(self, index: int, output: RequestOutput | Exception) -> None:
-        """Keep an output, or why there is none, and wake the caller."""
+    def put(self, index: int, output: RequestOutput | Exception | None) -> None:
+        """Keep an output, or why there is none, and wake the caller; ``None`` gives up."""
         if isinstance(output, Exception):
             self.failure = output
+        elif output is None:
+            self.given_up = True
         else:
             self.latest[index] = output
         self.arrived.set()
+
+    async def compiled(self, grammar: Future[Grammar]) -> Grammar | None:
+        """Wait for a grammar, and return it; return ``None`` once the requests are given up.
+
+        Raises why there is none, or the failure.
+        """
+        grammar.add_done_callback(self._wake)
+        try:
+            while not grammar.done():
+                if self.failure is not None:
+                    raise self.failure
+                if self.given_up:
+                    return None
+                self.arrived.clear()
+                await self.arrived.wait()
+            return grammar.result()
+        finally:
+            grammar.cancel()  # does nothing once it is being compiled
+
+    def _wake(self, _: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the caller gone
+            self.loop.call_soon_threadsafe(self.arrived.set)
 
     async def take(self) -> dict[int, RequestOutput]:
         """Wait for outputs, and return them; raise the failure, if there is one."""
@@ -67,7 +96,8 @@ class Inbox:
         return latest
 
 
-_News = tuple[Inbox, int, RequestOutput | Exception]  # the index of a prompt, and its output
+# The index of a prompt, and its output.
+_News = tuple[Inbox, int, RequestOutput | Exception | None]
 
 
 class EngineThread:
@@ -77,6 +107,8 @@ class EngineThread:
 
     Attributes:
         running: running requests, each with its caller's inbox and the index of its prompt.
+        coming: callers whose requests are not added yet, each with the ids of these, and the call
+            that adds them if it waits for the end of the running ones.
         paused: True from :meth:`pause` to :meth:`resume`.
 
     """
@@ -84,13 +116,13 @@ class EngineThread:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.running: dict[Request, tuple[Inbox, int]] = {}
+        self.coming: dict[Inbox, tuple[Sequence[str], Call | None]] = {}
         self.paused = False
         self._lock = threading.Lock()  # nothing is put behind None, which ends the thread
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._closed = False
         self._news: dict[asyncio.AbstractEventLoop, list[_News]] = {}
         self._draining = False  # running requests end first, and new ones are held
-        self._held: list[Call] = []
         self._drained: list[Future[None]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -119,7 +151,9 @@ class EngineThread:
         if mode == "keep":
             return self._stop_draining()
         self._draining = True
-        return self.abort(lambda *_: True) if mode == "abort" else ()
+        if mode == "abort":
+            self._abort_running(lambda *_: True)
+        return ()
 
     def resume(self) -> Iterable[Request]:
         """Compute steps again; return the requests that have waited."""
@@ -133,7 +167,7 @@ class EngineThread:
         for each in drained:
             if each.set_running_or_notify_cancel():  # its waiter may have been cancelled
                 each.set_result(None)
-        held, self._held = self._held, []
+        held = [add for _, add in self.coming.values() if add is not None]
         return [request for add in held for request in add()]
 
     def _run(self) -> None:
@@ -171,19 +205,33 @@ class EngineThread:
                 raise _ClosingError
             yield from call()
 
+    def expect(self, inbox: Inbox, ids: Sequence[str]) -> Iterable[Request]:
+        """Know the requests that :meth:`add` will add, which may be aborted before."""
+        self.coming[inbox] = ids, None
+        return ()
+
     def add(
-        self, inbox: Inbox, ids: list[str], prompts: Sequence[Prompt], params: SamplingParams
+        self,
+        inbox: Inbox,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        grammar: Grammar | None,
     ) -> Iterable[Request]:
-        """Add the requests of a call, or none if one is refused."""
-        if inbox.left:
+        """Add the requests of a call, or none if one is refused.
+
+        ``grammar`` is that of ``params``; ``None`` if it has none, or all requests were aborted.
+        """
+        if inbox not in self.coming:  # its caller has left, or it was told of the end
             return ()
-        if self._draining and not self._closed:
-            self._held.append(lambda: self.add(inbox, ids, prompts, params))
+        ids, _ = self.coming.pop(inbox)
+        given_up = inbox.aborted.issuperset(ids)
+        if self._draining and not given_up:
+            self.coming[inbox] = ids, lambda: self.add(inbox, prompts, params, grammar)
             return ()
+        if given_up:  # no step computes them
+            params = params.model_copy(update={"structured_outputs": None})
         added: list[Request] = []
         try:
-            if self._closed:
-                raise RuntimeError(_CLOSED)
             self.llm._check("generate")
             for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
                 request = self.llm._add(
@@ -192,6 +240,7 @@ class EngineThread:
                     Tokenization(),
                     streamed=inbox.every_token,
                     request_id=request_id,
+                    grammar=grammar,
                 )
                 if isinstance(request, RequestOutput):
                     which = f"prompt {index}: " if len(prompts) > 1 else ""
@@ -204,14 +253,30 @@ class EngineThread:
             return ()
         for index, request in enumerate(added):
             self.running[request] = inbox, index
+            if request.request_id in inbox.aborted:
+                self.llm.engine.abort(request.request_id)
         return added
 
     def abort(self, which: Callable[[str, Inbox], bool]) -> Iterable[Request]:
-        """End the running requests that ``which`` chooses by their id and their caller."""
+        """End the requests that ``which`` chooses by their id and their caller.
+
+        Returns those that are added only to be ended.
+        """
+        self._abort_running(which)
+        added: list[Request] = []
+        for inbox, (ids, add) in list(self.coming.items()):
+            inbox.aborted.update(each for each in ids if which(each, inbox))
+            if inbox.left:
+                del self.coming[inbox]
+            elif inbox.aborted.issuperset(ids):
+                self._note(inbox, 0, None)
+                added += add() if add is not None else ()
+        return added
+
+    def _abort_running(self, which: Callable[[str, Inbox], bool]) -> None:
         for request, (inbox, _) in self.running.items():
             if which(request.request_id, inbox):
                 self.llm.engine.abort(request.request_id)
-        return ()
 
     def _output(self, request: Request) -> tuple[Request, bool, RequestOutput | None]:
         """Return whether a request has ended, and its output, unless nobody wants it so far."""
@@ -226,7 +291,7 @@ class EngineThread:
         if output is not None:
             self._note(inbox, index, output)
 
-    def _note(self, inbox: Inbox, index: int, output: RequestOutput | Exception) -> None:
+    def _note(self, inbox: Inbox, index: int, output: RequestOutput | Exception | None) -> None:
         self._news.setdefault(inbox.loop, []).append((inbox, index, output))
 
     def _tell(self) -> None:
@@ -236,8 +301,9 @@ class EngineThread:
             try:
                 loop.call_soon_threadsafe(_put_all, entries)
             except RuntimeError:  # the loop is closed, and its callers are gone
-                gone = {id(inbox) for inbox, _, _ in entries}
-                self.abort(lambda _, inbox, gone=gone: id(inbox) in gone)  # type: ignore[misc]
+                for inbox, _, _ in entries:
+                    inbox.left = True
+                self.abort(lambda _, inbox: inbox.left)
 
     def _fail(self, reason: str, cause: BaseException | None = None) -> None:
         """End every call that has requests with ``reason``."""
@@ -250,6 +316,9 @@ class EngineThread:
             self._note(inbox, 0, failure)
         self.running.clear()
         if self._closed:
+            for inbox in self.coming:
+                self._note(inbox, 0, RuntimeError(reason))
+            self.coming.clear()
             self._stop_draining()
         self._tell()
 

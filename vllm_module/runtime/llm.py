@@ -358,6 +358,8 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
         finally:  # an interrupt ends only the wait for a step
             try:
                 self._templates.close()
+                if engine is not None:
+                    engine.grammars.close()
                 self.executor.close()
                 if engine is not None and locked:
                     engine.drop()

@@ -15,7 +15,7 @@ from vllm_module.base.messages import describe_error, shorten
 from vllm_module.errors import WeightLoadError
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.metrics import Totals
-from vllm_module.runtime.sampling.grammar import Grammars
+from vllm_module.runtime.sampling.grammar import Grammar, Grammars
 from vllm_module.runtime.sampling.row import check_tokens, encode_bad_words
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -94,16 +94,19 @@ class Requests:
         streamed: bool = False,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Add a request; with ``streamed``, its text is updated at every step.
 
         It reuses only cached pages of requests with the same ``cache_salt``, and the same weights
-        of the ``adapter`` of this name. Its parameters are copied.
+        of the ``adapter`` of this name. Its parameters are copied. ``grammar`` is that of its
+        ``structured_outputs``, which is compiled here if it is not given.
 
         Raises ``ValueError`` for a request that cannot be served, and then changes nothing.
         """
         structured = params.structured_outputs
-        grammar = None if structured is None else self.grammars.compile(structured)
+        if structured is not None and grammar is None:
+            grammar = self.grammars.compile(structured)
         with self.alone():
             self._check(request_id, prompt_token_ids, params)
             served = None if adapter is None else self.adapter(adapter)

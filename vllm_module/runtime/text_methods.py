@@ -15,6 +15,7 @@ from vllm_module.runtime.beam_search import BeamSearchOutput, BeamSearchParams, 
 from vllm_module.runtime.engine import Engine, Indexed
 from vllm_module.runtime.metrics import StepStats, progress
 from vllm_module.runtime.outputs import RequestOutput, decode_logprobs, request_output
+from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
@@ -365,6 +366,7 @@ class TextMethods:
         *,
         streamed: bool = False,
         request_id: str | None = None,
+        grammar: Grammar | None = None,
     ) -> Request | RequestOutput:
         """Add a prompt to the engine; return its request, or an output with its ``error``."""
         request_id = str(next(self._ids)) if request_id is None else request_id
@@ -384,8 +386,9 @@ class TextMethods:
             if params.seed is None:
                 params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
             return self.engine.add(
-                request_id, ids, params, text, streamed=streamed, **request_options(prompt)
-            )
+                request_id, ids, params, text, streamed=streamed, grammar=grammar,
+                **request_options(prompt),
+            )  # fmt: skip
         except ValueError as error:
             return refused(request_id, text, ids, error)
 

@@ -86,7 +86,8 @@ class Continuation:
             async for prompt, output in outputs:
                 self._outputs[prompt] = output
                 if output.error is not None:
-                    raise ApiError(500, output.error)
+                    own = output.error.startswith("structured_outputs: ")  # the client's grammar
+                    raise ApiError(400 if own else 500, output.error)
                 if output.finished:
                     self.histograms.observe(output.metrics)
                 for sample in output.outputs:

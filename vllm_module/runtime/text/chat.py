@@ -73,7 +73,7 @@ class ChatTemplate:
 
     The template is ``chat_template.jinja`` or the entry of ``tokenizer_config.json``, unless it is
     given as ``template``; ``source`` is its text. It runs in a sandbox in a separate process, for
-    at most 5 seconds and in 512 MiB, and writes at most 1 MiB of text besides the messages. It
+    at most 5 seconds and in 512 MiB, and writes at most 1 MiB of text besides its input. It
     cannot call functions of this process or change the messages.
 
     Raises ``CheckpointFormatError`` if the folder has none, or it cannot be compiled.

@@ -1,14 +1,9 @@
 """The script that formats messages by chat templates, which are untrusted programs.
 
-It runs in a separate process and imports nothing of this package. Requests and answers are lines of
-JSON.
+It runs in a separate process (``limited_script.py``) and imports nothing of this package.
 """
 
 import json
-import resource
-import signal
-import sys
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -59,21 +54,25 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
 
 
-def answer(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+ENVIRONMENT = make_environment()
+COMPILED: dict[str, Any] = {}
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Compile a template and return its variables; or format messages and return the text."""
     source = request["template"]
     try:
-        if source not in compiled:
-            names = sorted(meta.find_undeclared_variables(environment.parse(source)))
-            if len(compiled) > 8:
-                compiled.clear()
-            compiled[source] = environment.from_string(source), names
+        if source not in COMPILED:
+            names = sorted(meta.find_undeclared_variables(ENVIRONMENT.parse(source)))
+            if len(COMPILED) > 8:
+                COMPILED.clear()
+            COMPILED[source] = ENVIRONMENT.from_string(source), names
     except MemoryError:
         raise
     except Exception as error:
         wrong = isinstance(error, jinja2.TemplateError)
         return {"unreadable": str(error)[:2000] if wrong else described(error)}
-    template, names = compiled[source]
+    template, names = COMPILED[source]
     if request["variables"] is None:
         return {"names": names}
     try:
@@ -84,26 +83,3 @@ def answer(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) 
         return {"refusal": str(error)[:2000]}
     except Exception as error:  # a template may raise anything
         return {"failure": described(error)}
-
-
-def main(seconds: float, nbytes: int) -> None:
-    """Answer requests, each within ``seconds``, in ``nbytes`` of address space."""
-    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        with suppress(OSError, ValueError):  # macOS lacks some limits
-            resource.setrlimit(limit, (nbytes, nbytes))
-    environment = make_environment()
-    compiled: dict[str, Any] = {}
-    for line in sys.stdin:
-        # The signal's default action ends this process even inside one long operation.
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            text = json.dumps(answer(environment, compiled, json.loads(line)))
-        except MemoryError:
-            text = '{"memory": true}'
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
