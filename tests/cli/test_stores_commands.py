@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "load": ("load", "--tp", 2, "--device", "cpu"),
     "load --digests": ("load", "--tp", 2, "--device", "cpu", "--digests"),
     "digest": ("digest", "--json"),
+    "check": ("check", "--tokens", 3, "--dtype", "float32", "--device", "cpu"),
     "generate": ("generate", *PROMPT, "--device", "cpu"),
     "chat": ("chat", "--max-model-len", 32, "--device", "cpu"),
 }
@@ -90,6 +91,7 @@ def said(result: Any) -> str:
         ("chat", "s3"),
         ("digest", "http"),
         ("load --digests", "s3"),
+        ("check", "http"),
     ],
 )
 def test_a_command_says_of_a_url_what_it_says_of_the_folder(

@@ -18,6 +18,7 @@ from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights.digests import digest_weight
 
 if TYPE_CHECKING:
+    from vllm_module.build.model_source import ModelSource
     from vllm_module.runtime.llm import LLM
     from vllm_module.runtime.outputs import RequestOutput
 
@@ -112,6 +113,15 @@ def compare_weights(llm: LLM) -> ComparedWeights:
     return ComparedWeights(compared, different)
 
 
+def tensors_elsewhere(source: ModelSource) -> dict[str, torch.Tensor] | None:
+    """Read all tensors whose files are not in the source's folder, as those of a URL are not."""
+    kinds = "*.safetensors", "*.bin"
+    if any(True for kind in kinds for _ in source.source.folder.glob(kind)):
+        return None
+    with source.open() as checkpoint:
+        return {name: weight.read() for name, weight in checkpoint.items()}
+
+
 def transformers_library() -> Any:
     """Return transformers, which has few hints. Raises ``CommandError`` if it is not installed."""
     try:
@@ -128,8 +138,11 @@ def transformers_model(
     device: torch.device,
     trust_remote_code: bool = False,
     adapter: Path | None = None,
+    tensors: dict[str, torch.Tensor] | None = None,
 ) -> Iterator[Any]:
     """Load the model by transformers, with its own attention, and free it at the end.
+
+    It reads the files of ``folder``, or is given ``tensors`` where these have another source.
 
     With ``trust_remote_code``, it runs code of the checkpoint where that has some. An ``adapter``
     is loaded by PEFT.
@@ -140,13 +153,20 @@ def transformers_model(
     library.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     try:
-        model, info = library.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-            trust_remote_code=trust_remote_code,
-        )
+        options = {
+            "dtype": dtype,
+            "attn_implementation": "eager",
+            "output_loading_info": True,
+            "trust_remote_code": trust_remote_code,
+        }
+        auto, where = library.AutoModelForCausalLM, folder
+        if tensors is not None:  # given a class of its own, it asks for no file
+            config = library.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            with torch.device("meta"):
+                built = auto.from_config(config, trust_remote_code=trust_remote_code)
+            auto, where = type(built), None
+            options |= {"config": config, "state_dict": tensors}
+        model, info = auto.from_pretrained(where, **options)
     except Exception as error:  # it raises all kinds
         reason = describe_error(error)
         raise CommandError(f"transformers does not load {printable(folder)}: {reason}") from error

@@ -99,6 +99,7 @@ def check(
             compare,
             compare_weights,
             generated,
+            tensors_elsewhere,
             transformers_model,
         )
         from vllm_module.cli.implementation import impl_of
@@ -121,11 +122,12 @@ def check(
             outputs = generated(llm, rows, tokens, loaded_adapter(llm, adapter))
         with working("comparing weights with the files"):
             weights = compare_weights(llm)
+            stored = tensors_elsewhere(llm.source)
     passes = TOLERANCES.get(model_dtype, 1e-3) if tolerance is None else tolerance
     with (
         working("loading by transformers"),
         transformers_model(
-            folder, model_dtype, model_device, model.trust_remote_code, adapter
+            folder, model_dtype, model_device, model.trust_remote_code, adapter, stored
         ) as peer,
     ):
         found = [compare(peer, output) for output in outputs]
