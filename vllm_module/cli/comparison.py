@@ -159,7 +159,8 @@ def transformers_model(
             "output_loading_info": True,
             "trust_remote_code": trust_remote_code,
         }
-        auto, where = library.AutoModelForCausalLM, folder
+        auto: Any = library.AutoModelForCausalLM
+        where: Path | None = folder
         if tensors is not None:  # given a class of its own, it asks for no file
             config = library.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             with torch.device("meta"):
