@@ -255,6 +255,10 @@ class EngineConfig(_Closed):
         enable_torch_compile: let torch.compile fuse the operations between attention layers.
         async_scheduling: launch the next step before the tokens of this one are read, if both only
             decode; tokens are the same. By default on a GPU, whose work the host's then overlaps.
+        logprobs_mode: ``"raw_logprobs"`` of sampled tokens are the model's own; with
+            ``"processed_logprobs"`` they are of the distribution that tokens are drawn from: after
+            biases, penalties, bans, temperature, ``min_p``, ``top_k`` and ``top_p``. Those of
+            prompts are always the model's own.
         max_loras: most LoRA adapters in one step; requests of others wait in turn.
         max_cpu_loras: most LoRA adapters in memory, ``max_loras`` or more, beside those that were
             updated. Those that were used longest ago are dropped, and read again from their folders
@@ -278,6 +282,7 @@ class EngineConfig(_Closed):
     enforce_eager: _Flag = False
     enable_torch_compile: _Flag = False
     async_scheduling: _Flag | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     max_loras: _Count = 8
     max_cpu_loras: _Count | None = None
     worker_extension_cls: type | str | None = None

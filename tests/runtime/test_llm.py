@@ -894,6 +894,31 @@ def test_token_ids_need_no_tokenizer(theirs: Any, tmp_path: Path) -> None:
             llm.chat([{"role": "user", "content": "hi"}])
 
 
+def test_processed_logprobs_follow_from_raw_ones(folder: Path) -> None:
+    """At temperature 0.5, with a ban, they are the softmax of twice the raw ones without it."""
+    params = SamplingParams(
+        temperature=0.5, seed=3, max_tokens=3, logprobs=-1, ignore_eos=True,
+        logit_bias={7: -100.0},
+    )  # fmt: skip
+    found = {}
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        with LLM(
+            str(folder), device="cpu", skip_tokenizer_init=True, max_logprobs=-1, logprobs_mode=mode
+        ) as llm:
+            (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+        found[mode] = output.outputs[0]
+    raw, processed = found.values()
+    assert raw.token_ids == processed.token_ids
+    for one, other in zip(raw.logprobs or [], processed.logprobs or [], strict=True):
+        values = torch.tensor([one[token].logprob for token in range(len(one))])
+        values[7] -= 100
+        expected = (values / 0.5).log_softmax(-1)
+        got = torch.tensor([other[token].logprob for token in range(len(one))])
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match="logprobs_mode"):
+        LLM(str(folder), device="cpu", logprobs_mode="raw_logits")
+
+
 def test_an_fp8_cache_gives_nearly_the_same_logprobs(folder: Path, llm: LLM) -> None:
     """With keys and values in eight bits, logprobs change a little."""
     params = greedy(1, logprobs=0)

@@ -447,6 +447,62 @@ def test_logprobs_are_those_of_the_model(
         assert token.logprob == token.logprobs[token.token_id].logprob
 
 
+@pytest.mark.parametrize("vocab", [5, 130, 4100])
+def test_processed_logprobs_are_those_of_the_draw(vocab: int) -> None:
+    """Beside raw ones, the tokens are the same; the others have those after bans and cuts."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(24, vocab, generator=generator) * 3
+    rows = mixed_rows(vocab, 24)
+    for row in rows:
+        row.params = row.params.model_copy(update={"logprobs": 4})
+    raw = sampler.sample(logits, rows).read()
+    found = sampler.sample(logits, rows, processed=True).read()
+    compared = 0
+    for x, row, token, other in zip(logits.tolist(), rows, found, raw, strict=True):
+        assert token is not None
+        assert other is not None
+        assert token.token_id == other.token_id
+        probabilities, certain = distribution(x, row)
+        if row.params.temperature == 0:  # of which vLLM's are those of temperature 1
+            adjusted = torch.tensor(adjust(x, row), dtype=torch.float64)
+            probabilities = adjusted.softmax(-1).tolist()
+        if not certain:
+            continue
+        compared += 1
+        assert token.logprobs is not None
+        best = sorted(probabilities, reverse=True)
+        for token_id, entry in token.logprobs.items():
+            expected = probabilities[token_id]
+            assert math.exp(entry.logprob) == pytest.approx(expected, abs=1e-9, rel=1e-5)
+            assert best[entry.rank - 1] == pytest.approx(expected, abs=1e-9, rel=1e-5)
+        assert token.logprob is not None
+        assert math.isfinite(token.logprob)
+    assert compared >= 12
+
+
+@settings(max_examples=25)
+@given(
+    HIDDEN,
+    st.sampled_from([
+        ({"temperature": 0.4}, theirs.TemperatureLogitsWarper(0.4)),
+        ({"top_k": 9}, theirs.TopKLogitsWarper(9)),
+        ({"top_p": 0.7}, theirs.TopPLogitsWarper(0.7)),
+        ({"min_p": 0.05}, theirs.MinPLogitsWarper(0.05)),
+    ]),
+)  # fmt: skip
+def test_processed_logprobs_are_transformers(
+    logits: torch.Tensor, pair: tuple[dict[str, Any], Any]
+) -> None:
+    values, processor = pair
+    expected = processor(torch.zeros(1, 1, dtype=torch.long), logits.clone())[0].log_softmax(-1)
+    row = Row(SamplingParams(logprobs=20, **values), uniform=0.3)
+    (token,) = sampler.sample(logits, [row], processed=True).read()
+    assert token is not None
+    assert token.logprobs is not None
+    for token_id, entry in token.logprobs.items():
+        assert entry.logprob == pytest.approx(float(expected[token_id]), abs=1e-5)
+
+
 def test_a_seed_gives_the_same_tokens_again() -> None:
     """Uniforms from a seeded generator give the same tokens again."""
 

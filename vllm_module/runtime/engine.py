@@ -49,6 +49,7 @@ class Engine(Requests):
             returned.
         wait: waits for the device, which may still compute what ``execute`` has returned.
         async_scheduling: whether a step is launched before the tokens of the one before are read.
+        processed_logprobs: whether logprobs are of the distribution that tokens are drawn from.
 
     """
 
@@ -66,6 +67,7 @@ class Engine(Requests):
         first_tokens: Callable[[torch.Tensor], torch.Tensor] = first_tokens,
         wait: Wait = synchronize,
         async_scheduling: bool = False,
+        processed_logprobs: bool = False,
         stream: torch.cuda.Stream | None = None,
         adapter_memory: AdapterMemory | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class Engine(Requests):
         self.first_tokens = first_tokens
         self.wait = wait
         self.async_scheduling = async_scheduling
+        self.processed_logprobs = processed_logprobs
         self.token_counts = TokenCounts()
         # The step that was launched before the current one was finished.
         self._next: Launched | None = None
@@ -323,7 +326,10 @@ class Engine(Requests):
         """Launch the choice of the next token of each complete sequence."""
         assert launched.logits is not None
         rows = [row_of(sequence, self.stop_token_ids) for sequence in launched.complete]
-        launched.sampled = sample(launched.logits, rows, self.token_counts, self.first_tokens)
+        launched.sampled = sample(
+            launched.logits, rows, self.token_counts, self.first_tokens,
+            processed=self.processed_logprobs,
+        )  # fmt: skip
         launched.logits = None  # the next step's take this memory
         return launched.sampled
 

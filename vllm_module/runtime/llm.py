@@ -283,6 +283,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             first_tokens=worker.first_tokens,
             wait=self.executor.wait,
             async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
+            processed_logprobs=config.logprobs_mode == "processed_logprobs",
             stream=torch.cuda.current_stream(worker.device) if on_gpu else None,
             adapter_memory=AdapterMemory(
                 self.executor.load_adapter, self.executor.drop_adapter, config.max_cpu_loras

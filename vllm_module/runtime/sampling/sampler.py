@@ -21,6 +21,7 @@ from vllm_module.kernels.rows.token_logprobs import token_logprobs
 from vllm_module.runtime.sampling import ops as ops
 from vllm_module.runtime.sampling.adjustments import Adjustments
 from vllm_module.runtime.sampling.block_ops import FIRST, SEVERAL, Logits, batches, first_ids
+from vllm_module.runtime.sampling.processed import processed_logits
 from vllm_module.runtime.sampling.row import Row, check_tokens
 from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -80,7 +81,8 @@ class Sampled:
 
         None also stands for a row of which every token is -inf or banned. ``logprobs`` has the
         token itself first and then the most probable ones, under the model's own distribution in
-        float32: before bias, penalties and temperature (vLLM's ``raw_logprobs``).
+        float32: before bias, penalties and temperature (vLLM's ``raw_logprobs``), unless
+        :func:`sample` was asked for processed ones.
         """
         numbers = self._download.read(wait)
         end = len(self.tokens)
@@ -105,6 +107,8 @@ def sample(
     rows: Sequence[Row],
     counts: TokenCounts | None = None,
     first: Callable[[Tensor], Tensor] | None = None,
+    *,
+    processed: bool = False,
 ) -> Sampled:
     """Have the device choose the next token of each row as its :class:`SamplingParams` say.
 
@@ -114,6 +118,8 @@ def sample(
         rows: one for each row of ``logits``.
         counts: what earlier calls have counted for rows with a key; brought up to date.
         first: returns what :func:`first_tokens` does; by default that function.
+        processed: whether logprobs are of the distribution that tokens are drawn from (vLLM's
+            ``processed_logprobs``), and not of the model's own.
 
     Raises:
         ValueError: ``logits`` has another shape or dtype, a token id is outside of the
@@ -156,10 +162,29 @@ def sample(
     else:
         tokens = _draw(masked, rows, settings, indices, adjustments)
     logprobs = []
+    if processed and ranked:
+        logits = _as_drawn(masked, settings, indices, changed, adjustments)
     for each, where in zip(ranked, sent, strict=False):
         own = tokens if len(where) == len(tokens) else tokens.index_select(0, where)
         logprobs.append(_logprobs(logits, where, own, max(each.counts)))
     return Sampled(tokens, ranked, logprobs)
+
+
+def _as_drawn(
+    logits: Tensor,
+    settings: Tensor,
+    indices: Tensor,
+    changed: Sequence[int],
+    adjustments: Adjustments | None,
+) -> Tensor:
+    """Return the logits of all rows after adjustments, temperature and what it excludes."""
+    own = torch.empty_like(settings).index_copy_(0, indices, settings)
+    adjusted = logits.float().clone()
+    if adjustments is not None:
+        (at,) = upload([array("q", changed)], logits.device)
+        for batch in batches(len(changed), max(1, logits.shape[1] // 8), logits.device):
+            adjusted.index_copy_(0, at[batch], adjustments.apply(logits, batch))
+    return processed_logits(adjusted, own)
 
 
 def _masked(logits: Tensor, rows: Sequence[Row]) -> Tensor:
