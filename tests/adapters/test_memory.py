@@ -172,6 +172,25 @@ def test_least_recently_used(folder: Path, expected: Expected) -> None:
         assert answer(llm, 1, "a3") == expected("a3", 1)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_running_adapters_stay(folder: Path, expected: Expected, early: bool) -> None:
+    """One that is loaded between two steps drops none that a running request uses."""
+    with load(folder, max_loras=1, max_cpu_loras=1, async_scheduling=early) as llm:
+        llm.load_adapter("a0", folder / "a0")
+        prompt = {"prompt_token_ids": PROMPTS[0], "adapter": "a0"}
+        stream = llm.serve([prompt], PARAMS, every_token=True)
+        next(stream)
+        llm.load_adapter("a1", folder / "a1")
+        assert [each.in_memory for each in llm.list_adapters()] == [True, True]
+        watched = Watched(llm, most=2)
+        *_, (_, output) = stream
+        assert list(output.outputs[0].token_ids) == expected("a0", 0)
+        assert watched.read == []
+        llm.load_adapter("a2", folder / "a2")  # now both leave
+        assert [each.in_memory for each in llm.list_adapters()] == [False, False, True]
+        assert answer(llm, 0, "a1") == expected("a1", 0)
+
+
 def test_updated_adapters_stay(folder: Path, expected: Expected, tmp_path: Path) -> None:
     """What was updated is in no file: it is not dropped, and others are, as many as before."""
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)

@@ -7,6 +7,7 @@ model's file has no line for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -21,7 +22,7 @@ from vllm_module.core.plan import LoadPlan
 from vllm_module.core.planner import planning
 from vllm_module.core.report import LoadReport, Problem
 from vllm_module.core.run import execute
-from vllm_module.core.tree import Node, Tree, loads_itself, locations, slots_of
+from vllm_module.core.tree import Node, Tree, loads_itself, locations
 from vllm_module.errors import UnsupportedModelError, WeightLoadError, WeightReadError
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import ExpertsLinear, Router
@@ -197,21 +198,27 @@ class Adapter(AdapterModule):
         self.config = config
         packed = {each.rpartition(".")[2] for each in config.target_parameters or ()} - {"weight"}
         made: dict[nn.Module, AdapterModule] = {base: self}
+        places: list[Node] = []
         for node in Tree(base).nodes:
-            if node.parent is None:
-                continue
             module = node.module
-            own: AdapterModule
             if isinstance(module, Adaptable):
                 experts = getattr(module, "experts", None)
                 together = experts is not None and (bool(packed) or experts.together)
-                own = LoRALayer(node, config, together=together)
-            else:
-                own = AdapterModule(module)
-            made[module] = own
+                made[module] = LoRALayer(node, config, together=together)
+                places.append(node)
+            elif getattr(module, "held_elsewhere", ""):
+                made[module] = AdapterModule(module)
+                places.append(node)
+        # Of the others, those on the way to a layer: an adapter has no names below norms.
+        for node in places:
+            above = node.parent
+            while above is not None and above.module not in made:
+                made[above.module] = AdapterModule(above.module)
+                above = above.parent
         for module, own in made.items():
             for name, child in module.named_children():
-                own.add_module(name, made[child])
+                if child in made:
+                    own.add_module(name, made[child])
 
     def load(self, weights: Mapping[str, Weight]) -> None:
         """Load a whole adapter, under the base model's names.
@@ -222,9 +229,11 @@ class Adapter(AdapterModule):
         """
         execute(self.plan(self.without_copies(weights)))
         for location in locations(self):
-            for slot in slots_of(location.tensor):
-                values = cast(BasevLLMParameter, location.tensor).region(slot)
-                refuse_infinite(location.stored_name(slot), values)
+            tensor = cast(BasevLLMParameter, location.tensor)
+            if math.isfinite(tensor.data.sum().item()):  # one pass, and padding is zero
+                continue
+            for slot in tensor.slots:
+                refuse_infinite(location.stored_name(slot), tensor.region(slot))
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Update A and B in place; nothing has changed if the update is refused."""

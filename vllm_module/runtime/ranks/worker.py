@@ -21,6 +21,7 @@ from vllm_module.adapters import (
     file_versions,
     open_adapter,
 )
+from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.loader import find_and_load
@@ -297,6 +298,7 @@ class Worker:
         if not self.model.allow_nan:
             refuse_nan(plan.fills)
 
+    @paused_gc()
     def load_adapter(self, number: int, path: str) -> LoadedAdapter:
         """Load this rank's part of an adapter.
 
