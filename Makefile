@@ -64,10 +64,10 @@ sweep: .venv/dev.stamp  ## try every causal language model of transformers, tiny
 	@mkdir -p build
 	$(BIN)/python -P tests/models/sweep.py --sizes 1 2 4 --out build/sweep.json $(TYPES)
 
-fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints, for SECONDS=60 in all
+fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints and requests, for SECONDS=60 in all
 	@mkdir -p build/fuzz
-	for kind in file folder config torch npcache gguf dcp manifest quant_state http; do \
-		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 10)) build/fuzz || exit 1; \
+	for kind in file folder config torch npcache gguf dcp manifest quant_state http request; do \
+		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 11)) build/fuzz || exit 1; \
 	done
 
 clean:  ## remove builds and caches; .venv stays

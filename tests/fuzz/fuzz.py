@@ -1,4 +1,4 @@
-"""Fuzz the reading of checkpoints, guided by coverage of vllm_module.weights.
+"""Fuzz the reading of checkpoints and requests, guided by coverage of the rooms that read them.
 
 Run by ``make fuzz``: ``fuzz.py KIND SECONDS FOLDER [OPTION of libFuzzer...]`` with KIND one
 of oracle.KINDS. Fuzzing starts from the corpus of that kind and the inputs in FOLDER/KIND, and
@@ -17,11 +17,13 @@ import atheris
 import torch
 
 HERE = Path(__file__).parent
-with atheris.instrument_imports(include=["vllm_module.weights"]):
+with atheris.instrument_imports(include=["vllm_module.weights", "vllm_module.server"]):
     from vllm_module.weights.formats import FORMATS, imported
 
     for each in FORMATS.values():  # which are else imported when they are used, without coverage
         imported(each.opener)
+    import vllm_module.server.app  # noqa: F401
+
     KINDS = runpy.run_path(str(HERE / "oracle.py"))["KINDS"]
 
 

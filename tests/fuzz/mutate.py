@@ -58,6 +58,47 @@ HEADERS = [
     b" folded",
     b"4\r\nabcd\r\n0\r\n",
 ]
+# Fields of requests, with values that they may have.
+FIELDS: list[tuple[str, list[Any]]] = [
+    ("prompt", ["a", [1, 2], ["a", "b"], [[1], [2]], "a" * 70]),
+    ("model", ["tiny", "gpt-4"]),
+    ("stream", [True]),
+    ("stream_options", [{"include_usage": True}]),
+    ("max_tokens", [0, 1, 5]),
+    ("n", [2]),
+    ("stop", ["a", ["a", "b"], [""]]),
+    ("logprobs", [True, 2]),
+    ("top_logprobs", [2]),
+    ("echo", [True]),
+    ("logit_bias", [{"5": 100}, {"x": 1}, {"5": 1e308}]),
+    ("temperature", [0, 2.0, 1e-300]),
+    ("top_p", [0.5]),
+    ("seed", [3]),
+    ("bad_words", [["a"]]),
+    ("messages", [[{"role": "user", "content": "a"}]]),
+    ("role", ["user", "assistant", "system", "tool", "developer"]),
+    ("content", ["a", [{"type": "text", "text": "a"}], [{"type": "image_url"}]]),
+    ("type", ["text", "function", "image", "tool_use", "tool_result", "json_schema", "message"]),
+    ("tools", [[{"type": "function", "function": {"name": "f", "parameters": {}}}]]),
+    ("tool_choice", ["auto", "none", "required", {"type": "any"}, {"type": "tool", "name": "f"}]),
+    (
+        "tool_calls",
+        [[{"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]],
+    ),
+    ("tool_call_id", ["x"]),
+    ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}]),
+    ("structured_outputs", [{"regex": "a|b"}, {"choice": ["a"]}, {"json": {"type": "integer"}}]),
+    ("reasoning_effort", ["low"]),
+    ("chat_template_kwargs", [{"x": 1}, {"messages": 1}]),
+    ("system", ["a", [{"type": "text", "text": "a"}]]),
+    ("input", ["a", [{"role": "user", "content": "a"}], [{"type": "function_call_output"}]]),
+    ("instructions", ["a"]),
+    ("text", [{"format": {"type": "json_object"}}, "a"]),
+    ("user", ["a"]),
+    ("metadata", [{"a": "b"}]),
+    ("cache_salt", ["a"]),
+    ("tokens", [[1, 2]]),
+]
 WIDTHS = {"F64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
 
 Mutate = Callable[[bytes, int], bytes]
@@ -222,6 +263,40 @@ def mutate_http(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
                 lines[place] = lines[place][: one.start()] + number + lines[place][one.end() :]
         parts[at] = b"\r\n".join(lines)
     return CUT.join(parts)[:most]
+
+
+def mutate_request(data: bytes, most: int, seed: int, blind: Mutate) -> bytes:
+    """Mutate the body of a request: its fields, its depth, its text, its length or its bytes."""
+    rng = Random(seed)
+    path, _, body = data.partition(b"\n")
+    kind = rng.randrange(8)
+    if kind == 0:
+        body = body[: rng.randrange(len(body) + 1)]
+    elif kind == 1:
+        body = rewrite(body, rng)
+    elif kind == 2:
+        body = mutate_json(body, most, seed, blind)
+    else:
+        try:
+            tree = json.loads(body)
+        except (ValueError, RecursionError):
+            return blind(data, most)
+        if not isinstance(tree, dict) or kind == 3:
+            change(tree, rng)
+        else:
+            places = [
+                tree,
+                *(held for holder, key in _places(tree) if isinstance(held := holder[key], dict)),
+            ]
+            name, values = rng.choice(FIELDS)
+            value = deepcopy(rng.choice([*values, *OTHERS, *NUMBERS]))
+            for _ in range(rng.choice([0] * 6 + [1, 5, 100, 300])):
+                value = [value] if rng.random() < 0.5 else {rng.choice(NAMES): value}
+            rng.choice(places)[name] = value
+            if kind > 6:
+                change(tree, rng)
+        body = json.dumps(tree).encode()
+    return (path + b"\n" + body)[:most]
 
 
 def change(tree: Any, rng: Random) -> None:

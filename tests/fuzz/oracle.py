@@ -1,4 +1,4 @@
-"""What must hold for any bytes given as a checkpoint; fuzzing and tests check the same.
+"""What must hold for any bytes that are a checkpoint or a request; fuzzing and tests check it.
 
 ``KINDS`` has a function for each kind of input. It raises ``AssertionError``, or any other
 unexpected exception, if the bytes broke something.
@@ -326,4 +326,5 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "manifest": check_manifest,
     "quant_state": check_quant_state,
     "http": runpy.run_path(str(Path(__file__).with_name("http_answers.py")))["check_http"],
+    "request": runpy.run_path(str(Path(__file__).with_name("request_bodies.py")))["check_request"],
 }

@@ -234,7 +234,7 @@ def test_too_many_requests_are_refused(llm: AsyncLLM) -> None:
     async def crowd() -> None:
         params = SamplingParams(max_tokens=5, n=llm.max_requests)
         with pytest.raises(
-            EngineBusyError, match=r"^0 samples .* and 307 more would be above 306 "
+            ValueError, match=r"^307 samples are more than the 306 that are accepted \(max_num_seqs"
         ):
             await last(llm, [1], params.model_copy(update={"n": llm.max_requests + 1}))
         tasks = [asyncio.ensure_future(last(llm, [i % 60], LONG)) for i in range(llm.max_requests)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -20,6 +22,9 @@ BROKEN = {
     "text": b'"prompt"',
     "NaN": b'{"prompt": "a", "temperature": NaN}',
     "infinite": b'{"prompt": "a", "temperature": 1e999}',
+    "infinite inside": b'{"prompt": "a", "extra": {"a": [-1e400]}}',
+    "infinite by digits": b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b".5}",
+    "infinite by both": b'{"prompt": "a", "temperature": 1' + b"0" * 220 + b"e90}",
     "deep": b"[" * 100_000,
     "deep prompt": b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}",
     "huge number": b'{"prompt": [' + b"9" * 5000 + b"]}",
@@ -102,6 +107,35 @@ def test_requests_cut_at_every_byte(server: Any) -> None:
         server.send(whole[:end], wait=False)
     assert server.send(whole)[0] == 200
     assert not server.llm._accepted
+    assert not server.llm.llm.engine.requests
+
+
+CUT = {
+    "/v1/completions": {"prompt": "é", "stop": ["\n"], "max_tokens": 1},
+    "/v1/chat/completions": {
+        "model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "é"}],
+    },
+    "/v1/responses": {"input": "é", "max_output_tokens": 1, "model": "tiny"},
+    "/v1/messages": {
+        "model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "é"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", CUT)
+def test_bodies_cut_at_every_byte(server: Any, path: str) -> None:
+    """Each is a 400 in the protocol's shape, on one connection, which serves the whole one last."""
+    whole = json.dumps(CUT[path], ensure_ascii=False).encode()
+    headers = {"Authorization": "Bearer sk-two", "Content-Type": "application/json"}
+    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+        for end in range(len(whole) + 1):
+            connection.request("POST", path, whole[:end], headers)
+            answer = connection.getresponse()
+            told = json.loads(answer.read())
+            assert answer.status == (200 if end == len(whole) else 400), (whole[:end], told)
+            if answer.status == 400:
+                assert told["error"]["type"] == "invalid_request_error"
+                assert told["error"]["message"]
     assert not server.llm.llm.engine.requests
 
 

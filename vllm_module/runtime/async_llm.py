@@ -145,7 +145,15 @@ class AsyncLLM:
 
     @contextmanager
     def _accepting(self, samples: int) -> Iterator[None]:
-        """Count samples while they are served. Raises ``EngineBusyError`` if there are too many."""
+        """Count samples while they are served. Raises ``EngineBusyError`` if there are too many.
+
+        Raises ``ValueError`` if there are more than are ever accepted.
+        """
+        if samples > self.max_requests:
+            raise ValueError(
+                f"{samples} samples are more than the {self.max_requests} that are accepted "
+                "(max_num_seqs + max_waiting)"
+            )
         with self._lock:
             accepted = self._accepted
             if accepted + samples > self.max_requests:

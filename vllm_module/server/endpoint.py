@@ -7,6 +7,8 @@ import hashlib
 import hmac
 import json
 import logging
+import math
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from typing import Any, Literal
@@ -21,6 +23,9 @@ from vllm_module.server.protocol import Body
 Events = AsyncGenerator[dict[str, Any], None]
 Answer = dict[str, Any] | list[Any] | str | Events
 Right = Literal["open", "api", "admin"]
+
+# Without this, no number of a body becomes infinite when it is read.
+_LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{2}|[0-9]{200}")
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +121,8 @@ class Endpoint:
             given = pydantic_core.from_json(data, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON: {error}") from None
+        if _LARGE.search(data) and not _is_finite(given):
+            raise ApiError(400, "the body has a number that is too large for a float")
         return self._kind.of(given)
 
     async def _receive(self, scope: Scope, receive: Receive) -> bytes:
@@ -176,6 +183,14 @@ class Endpoint:
 
 class _GoneError(Exception):
     """The client went away before its body was complete."""
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 async def _until_gone(receive: Receive) -> None:
