@@ -33,6 +33,7 @@ EXTRAS = {
     ("vllm_module.testing", "hypothesis"): "testing",
     ("vllm_module.quantization.compressed_rules", "compressed_tensors"): "compressed-tensors",
     ("vllm_module.cli.comparison", "transformers"): "transformers",
+    ("vllm_module.cli.comparison", "peft"): "peft",
     ("vllm_module.cli.demo.checks", "transformers"): "demo",
     ("vllm_module.build.registry", "transformers"): "transformers",
     ("vllm_module.runtime.text.code_tokenizer", "transformers"): "transformers",

@@ -186,7 +186,7 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
     try:
         import peft
     except ImportError:
-        raise CommandError("an adapter is compared with PEFT's: pip install peft") from None
+        raise CommandError(f"an adapter is compared with PEFT's: {install('peft')}") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

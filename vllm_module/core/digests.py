@@ -136,7 +136,7 @@ def digest_of(
     own = set[str]()
     if layout is None:
         layout, own = layout_of_module(module), _computed_by_rank(module)
-    rank = _rank_in(module, layout)
+    rank = rank_in(module, layout)
     ties = {each.name: each.tied_to for each in layout.tensors if each.tied_to is not None}
     wanted = None if names is None else {ties.get(name, name) for name in names}
     held = [
@@ -182,7 +182,7 @@ def source_digests(module: nn.Module) -> ModelDigest:
     Names, dtypes and shapes are those of the checkpoint, or of what an update was given.
     """
     layout = layout_of_module(module)
-    return ModelDigest(state_of(module).sources, (_rank_in(module, layout),))
+    return ModelDigest(state_of(module).sources, (rank_in(module, layout),))
 
 
 def digested(found: Digests) -> Callable[[Fill], Iterable[tuple[Weight, Destination]]]:
@@ -222,7 +222,7 @@ class _DigestedSink:
         read_into(weight, self._sink)
 
 
-def _rank_in(module: nn.Module, layout: Layout) -> int:
+def rank_in(module: nn.Module, layout: Layout) -> int:
     """Return the rank that a module's parameters are of, among those that hold all of them."""
     places, shapes = set(), set()
     for path, tensor in module.named_parameters():
@@ -322,11 +322,17 @@ def _of_box(tensor: torch.Tensor, entry: StoredTensorLayout, box: HeldBox) -> Di
         region = tensor.as_strided(sizes, strides, held.offset // packed)
         shape = (*shape[:dim], shape[dim] // packed, *shape[dim + 1 :])
         start = (*start[:dim], start[dim] // packed, *start[dim + 1 :])
-    elif box.numel == 1:
-        region = tensor.as_strided((1,) * len(box.size), (1,) * len(box.size), held.offset)
     else:
-        region = tensor.as_strided(held.shape, held.strides, held.offset).reshape(box.size)
+        region = region_of(tensor, box)
     return _viewed(region, start, view, shape)
+
+
+def region_of(tensor: torch.Tensor, box: HeldBox) -> torch.Tensor:
+    """Return the elements of a parameter that a box fills, in the shape of the box."""
+    held = box.held
+    if box.numel == 1:
+        return tensor.as_strided((1,) * len(box.size), (1,) * len(box.size), held.offset)
+    return tensor.as_strided(held.shape, held.strides, held.offset).reshape(box.size)
 
 
 def _viewed(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -19,6 +20,10 @@ from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.worker import SLEEPING
 from vllm_module.weights import Weight
 from vllm_module.weights.region import Region
+
+if TYPE_CHECKING:
+    from vllm_module.build.model_source import ModelSource
+    from vllm_module.runtime.replica import WeightServer
 
 _T = TypeVar("_T")
 
@@ -41,6 +46,7 @@ class WeightMethods:
 
     engine: Engine
     executor: Executor
+    source: ModelSource
 
     def update_weights(
         self,
@@ -111,6 +117,47 @@ class WeightMethods:
 
     def _digest(self) -> ModelDigest:
         return sum(self.executor.apply_model(digest_of), start=ModelDigest())
+
+    def serve_weights(
+        self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None
+    ) -> WeightServer:
+        """Serve the weights of this engine, from which others load, while it goes on.
+
+        Another engine, of any number of ranks and quantized or not, is started by
+        ``LLM(server.url)`` with the token in ``VLLM_MODULE_REPLICA_TOKEN``. Bytes are taken from
+        the parameters between two steps, so they are of one version: a load across an update fails,
+        and says that the file has changed. What is sent is not encrypted.
+
+        Args:
+            host, port: to listen on; port 0 for any.
+            token: what clients have to know; by default one is made.
+
+        Returns:
+            The server, with ``url`` and ``token``; call its ``close()``, or use it as a context.
+
+        Raises:
+            UnsupportedModelError: the weights are quantized.
+            RuntimeError: the engine sleeps.
+
+        """
+        from vllm_module.runtime.replica import HeldFile, WeightServer  # few engines serve theirs
+
+        check_type("token", token, "text or None", str, type(None))
+        if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
+            raise ValueError("token should be eight printable ASCII characters or more")
+
+        def call(function: Callable[[Any], Any]) -> list[Any]:
+            self.executor.check()
+            if "weights" in self.executor.sleeping:
+                raise RuntimeError("the engine sleeps: wake_up() first")
+            return self.executor.apply_model(function)
+
+        with self.engine.alone():
+            file = HeldFile(call)
+        return WeightServer(
+            file, self.source.folder, self.engine.alone, lambda: self.weight_version, host, port,
+            secrets.token_urlsafe(24) if token is None else token,
+        )  # fmt: skip
 
     def sleep(self, level: int = 1, **options: Any) -> None:
         """Free the memory of the weights and the KV cache, until :meth:`wake_up`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import netrc
+import os
 import re
 import threading
 import weakref
@@ -34,7 +35,7 @@ from vllm_module.weights.stores.http_connection import (
     basic,
     failures_as_busy,
 )
-from vllm_module.weights.stores.place import Place
+from vllm_module.weights.stores.place import REPLICA, TOKEN, Place
 
 _MOST_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -308,12 +309,20 @@ class HttpClient:
 
 
 def web_client(place: Place) -> HttpClient:
-    """Return the client of an ``http://`` or ``https://`` folder, with the entry of ~/.netrc."""
+    """Return the client of an ``http://`` or ``https://`` folder, with the entry of ~/.netrc.
+
+    An engine's weights are read from by HTTP, with the token of the environment.
+    """
+    is_replica = place.scheme == REPLICA
     base = urlsplit(str(place))
+    if is_replica:
+        base = base._replace(scheme="http")
 
     def authorization(url: SplitResult) -> str | None:
         if url.netloc != base.netloc:
             return None
+        if is_replica:
+            return f"Bearer {os.environ.get(TOKEN, '')}"
         try:
             found = netrc.netrc().authenticators(url.hostname or "")
         except (OSError, netrc.NetrcParseError):

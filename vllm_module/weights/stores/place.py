@@ -11,7 +11,9 @@ from vllm_module.base.messages import printable_name
 from vllm_module.errors import CheckpointFormatError
 
 BUCKETS = ("az", "gs", "s3")
-WEB = ("http", "https")
+REPLICA = "replica"  # of an engine's weights, by HTTP
+TOKEN = "VLLM_MODULE_REPLICA_TOKEN"
+WEB = ("http", "https", REPLICA)
 SCHEMES = (*BUCKETS, *WEB, "hf")
 
 _ADVICE = {
@@ -19,6 +21,7 @@ _ADVICE = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the account of the machine",
     "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
     "hf": "HF_TOKEN, or `hf auth login`",
+    REPLICA: f"{TOKEN}, the token of LLM.serve_weights",
 }
 
 
@@ -129,4 +132,6 @@ def parse(url: str, revision: str | None = None) -> Place:
 def _shape(scheme: str) -> str:
     if scheme == "hf":
         return "owner/name"
+    if scheme == REPLICA:
+        return "host:port"
     return "host/folder" if scheme in WEB else "bucket/folder"

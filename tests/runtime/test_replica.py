@@ -1,0 +1,202 @@
+"""Engines that load from an engine: what they are given, at what cost, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
+from vllm_module.distributed import tensor_parallel
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
+from vllm_module.runtime import replica
+from vllm_module.weights.source import find_source
+from vllm_module.weights.stores import store
+
+TOKEN = "a-token-of-a-test"
+_SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60},
+    "phi3": {"pad_token_id": 0, "eos_token_id": 1},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+        "layer_types": ["sliding_attention"] * 2,
+    },
+    "gpt_neox": {},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", TOKEN)
+    monkeypatch.setattr(store, "_FIRST_DELAY", 1e-6)
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for kind, entries in FAMILIES.items():
+        config = AutoConfig.for_model(kind, **({} if kind == "gpt2" else _SIZES) | entries)
+        torch.manual_seed(0)
+        made[kind] = tmp_path_factory.mktemp("replica") / kind
+        AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
+    return made
+
+
+def engine(model: object, **options: Any) -> LLM:
+    return LLM(
+        str(model), device="cpu", dtype="float32", skip_tokenizer_init=True, max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 20, max_model_len=32, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def serving(folders: dict[str, Path]) -> Iterator[tuple[LLM, Any]]:
+    """An engine on two ranks, and its server."""
+    with (
+        engine(folders["llama"], tensor_parallel_size=2) as llm,
+        llm.serve_weights(token=TOKEN) as server,
+    ):
+        yield llm, server
+
+
+def loaded(model: object, rank: int = 0, size: int = 1) -> dict[str, torch.Tensor]:
+    with tensor_parallel(rank=rank, size=size):
+        built = get_model(
+            model_config=ModelConfig(model=str(model), dtype="float32"),
+            device_config=DeviceConfig(device="cpu"),
+        )
+    return dict(built.named_parameters())
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Any]:
+    source = find_source(url)
+    with closing(source.weights()) as checkpoint:  # type: ignore[type-var]
+        yield checkpoint
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_rank_gets_the_bits_of_the_checkpoint(
+    folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused, transposed, interleaved, tied, and experts, whatever pieces are taken."""
+    monkeypatch.setattr(replica, "PIECE", 777)
+    folder = folders[kind]
+    with engine(folder) as llm, llm.serve_weights(token=TOKEN) as server:
+        assert server.url.startswith("replica://127.0.0.1:")
+        for rank, size in ((0, 1), (1, 2)):
+            assert same(loaded(server.url, rank, size), loaded(folder, rank, size))
+
+
+def test_an_engine_of_two_ranks_serves_one_of_another_number(
+    folders: dict[str, Path], serving: tuple[LLM, Any]
+) -> None:
+    """Tokens are those of an engine of the folder, and the one that serves goes on."""
+    llm, server = serving
+    prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [9]}]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def tokens(of: LLM) -> list[list[int]]:
+        return [x.outputs[0].token_ids for x in of.generate(prompts, params, use_tqdm=False)]
+
+    with engine(folders["llama"]) as alone:
+        expected, digest = tokens(alone), alone.digest().hex
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(tokens(llm)))
+    thread.start()  # while another loads
+    with engine(server.url) as other:
+        assert tokens(other) == expected
+        assert other.digest().hex == llm.digest().hex == digest
+    thread.join()
+    assert found == [expected]
+
+
+def test_a_rank_asks_for_what_it_keeps(folders: dict[str, Path], serving: tuple[LLM, Any]) -> None:
+    """The names, shapes and dtypes are those of the files; rows of a rank are all that is read."""
+    _, server = serving
+    stored = load_file(folders["llama"] / "model.safetensors")
+    with opened(server.url) as checkpoint:
+        assert {name: (w.shape, w.dtype) for name, w in checkpoint.items()} == {
+            name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()
+        }
+        name = "model.layers.1.mlp.up_proj.weight"
+        before = checkpoint.bytes_read
+        part = checkpoint[name].narrow(0, 24, 24).read()
+        assert torch.equal(part, stored[name][24:])
+        assert checkpoint.bytes_read - before == part.nbytes
+
+
+def test_an_update_in_the_middle_ends_the_load(folders: dict[str, Path]) -> None:
+    """No mixture of versions is loaded: the reader says that the file has changed."""
+    with engine(folders["llama"]) as llm, llm.serve_weights(token=TOKEN) as server:
+        with opened(server.url) as checkpoint:
+            name = "model.norm.weight"
+            first = checkpoint[name].read()
+            llm.update_weights({name: torch.full_like(first, 2.0)})
+            with pytest.raises(Exception, match="changed"):
+                checkpoint["model.embed_tokens.weight"].read()
+        assert (loaded(server.url)[name] == 2).all()
+        llm.sleep(level=2)
+        with pytest.raises(WeightReadError, match="409"):
+            loaded(server.url)
+
+
+def test_without_the_token_there_is_nothing(
+    serving: tuple[LLM, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says what to set; paths lead nowhere, and methods are refused."""
+    _, server = serving
+    for token in ("", "wrong", TOKEN + "x"):
+        monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", token)
+        with pytest.raises(CheckpointFormatError, match="VLLM_MODULE_REPLICA_TOKEN") as refused:
+            loaded(server.url)
+        assert TOKEN not in str(refused.value)
+    address = server.url.replace("replica", "http")
+    for path in ("/../config.json", "//etc/passwd", "/config.json/", "/?x", "/model"):
+        request = urllib.request.Request(
+            address + path, headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as missing:
+            urllib.request.urlopen(request)
+        assert missing.value.code == 404
+    for wanted in ("bytes=5-2", "bytes=-5", "bytes=99999999999999-", "lines=1-2", "bytes=0-1,3-4"):
+        headers = {"Authorization": f"Bearer {TOKEN}", "Range": wanted}
+        request = urllib.request.Request(f"{address}/config.json", headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as unsatisfied:
+            urllib.request.urlopen(request)
+        assert unsatisfied.value.code == 416
+
+
+def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:
+    with engine(folders["llama"], quantization="int8_per_channel_weight_only") as llm:
+        with pytest.raises(UnsupportedModelError, match="is quantized"):
+            llm.serve_weights()
+        llm.sleep(level=1)
+    with engine(folders["llama"]) as llm:
+        for token in ("short", "new\nline-of-token", "größer-als-acht"):
+            with pytest.raises(ValueError, match="token should be eight"):
+                llm.serve_weights(token=token)
+        with llm.serve_weights() as one, llm.serve_weights() as other:
+            assert one.token != other.token
