@@ -159,7 +159,7 @@ PIECES = "parameters:BasevLLMParameter.pieces"
 READ = "core.run:Run.fill"
 REFUSE = "core.report:LoadReport.raise_if_refused"
 ROUTES = "core.routes:routes_of"
-SAME_BITS = "core.fill:_same_bits"
+SAME_BITS = "core.fill:same_bits"
 SHARDS = "parameters:Dim.shards"
 
 FAULTS = (
