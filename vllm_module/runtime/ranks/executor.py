@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
@@ -20,19 +20,18 @@ from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.kernels.matmul.code_rows import fastest_code_rows
 from vllm_module.kernels.matmul.linear import Products, fastest_products, products
 from vllm_module.quantization.method import QuantizableLayer
-from vllm_module.runtime.devices import as_called, current, own_device
+from vllm_module.runtime.devices import current, own_device
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
+from vllm_module.runtime.ranks.changing import WeightChanges
 from vllm_module.runtime.ranks.connections import Connections, connect, meeting_place
 from vllm_module.runtime.ranks.extension import worker_class
 from vllm_module.runtime.ranks.group import Ranks
-from vllm_module.runtime.ranks.worker import SLEEPING, Worker, check_ranks
-from vllm_module.runtime.served_adapter import LoadedAdapter
+from vllm_module.runtime.ranks.worker import Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
-from vllm_module.weights import Weight, receive_weights, send_weights
-from vllm_module.weights.changes import Changes, whole_tensors
+from vllm_module.weights import receive_weights
 
 
-class Executor:
+class Executor(WeightChanges):
     """Loads a model on every rank and runs each method on every rank.
 
     With a ``tensor_parallel_size`` of more than one, it starts the other ranks as processes, which
@@ -55,9 +54,6 @@ class Executor:
         worker: this rank's part of the work.
         products: what multiplies on a CPU (torch, oneDNN or loops over the codes of quantized
             weights), by number of rows; rank 0 chooses for all ranks.
-        refusal: reason why no step runs after a failed change of the weights; else ``None``.
-        asleep: level at which the engine sleeps; 0 if it is awake.
-        sleeping: what sleeps: ``"weights"``, ``"kv_cache"``.
 
     Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks, far more
     ranks than CPUs, or ``tensor_parallel_size`` is not the size of the process group.
@@ -72,15 +68,11 @@ class Executor:
         config: EngineConfig,
         connections: Connections | None = None,
     ) -> None:
+        super().__init__()
         self._timeout = load_config.timeout
         self._step_timeout = config.step_timeout
         self._closed: str | None = None
         self._lost: tuple[int, ...] | None = None  # ranks whose failure has ended the engine
-        self.refusal: str | None = None
-        self.asleep, self.sleeping = 0, frozenset[str]()
-        self._awaits_weights = False  # True if an update is to wake up the weights only
-        # True if weights were updated since they were loaded from the model's source.
-        self._updated = False
 
         def arguments() -> tuple[Any, ...]:
             """Find the model here, so that the ranks on this host read from the same folder."""
@@ -188,118 +180,6 @@ class Executor:
             raise RankError(f"the engine has ended: {self._closed}", self._lost)
         if self._closed is not None:
             raise RuntimeError(f"the engine has ended: {self._closed}")
-
-    def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
-        """Update the weights of every rank's model, in place.
-
-        Raises the errors of this rank's model, or ``RankError`` if another rank's model refuses
-        them. If any weight was changed before the error, no step runs until an update loads a whole
-        checkpoint. If the engine sleeps without weights, a whole checkpoint wakes it up.
-        """
-        whole = self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
-        if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
-            weights = as_called(weights, own_device(torch.device("cuda")))
-        with self._or_refuse():
-            # Other ranks get the weights one by one, and write each before the next one arrives.
-            if self.size > 1 and isinstance(weights, Collection):
-                self.check()
-                self._each("check_update", weights, whole)
-            # Some elements of tensors are few bytes: they go to the other ranks as they are.
-            some = isinstance(weights, Mapping) and any(
-                isinstance(each, Changes) for each in weights.values()
-            )
-            if not some:
-                with self._or_end(self._timeout):
-                    self._tell("update_weights", whole)
-            take = partial(self._do, "update_weights", whole=whole)
-            if some and self.size > 1 and self._ranks.is_led:
-                assert isinstance(weights, Mapping)
-                given = (dict(weights),), {"whole": whole}
-                self._everywhere("call", "update_weights", *given)
-            elif self.size == 1:
-                take(weights)
-            elif not self._ranks.is_led:
-                self._each("update_weights", weights, whole)
-            else:
-                weights = weights if isinstance(weights, Collection) else whole_tensors(weights)
-                with self._or_end(self._timeout, unless_refused=True):
-                    send_weights(weights, group=self._ranks.control, also=take)
-            self._updated = True
-            if "weights" in self.sleeping:
-                caches = [] if self._awaits_weights else ["kv_cache"]
-                self._everywhere("wake_up", caches)
-                self._wake(["weights", *caches])
-
-    def load_adapter(self, number: int, path: str) -> list[LoadedAdapter]:
-        """Load an adapter on every rank, and return what each has, by rank.
-
-        Raises what the ranks raise; then no rank has it.
-        """
-        try:
-            found: list[LoadedAdapter] = self._everywhere("load_adapter", number, path)
-        except Exception:
-            if self._closed is None:
-                self.drop_adapter(number)
-            raise
-        return found
-
-    def drop_adapter(self, number: int) -> None:
-        """Free an adapter on every rank."""
-        self._everywhere("drop_adapter", number)
-
-    def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Update an adapter in place, on every rank. Raises what the ranks raise."""
-        self._everywhere("update_adapter", number, weights)
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights and cache on every rank.
-
-        At level 1 the weights are moved to host memory; at level 2 they are dropped.
-
-        Raises ``ModelNotReadyError`` at level 1 after a failed update of the weights, and
-        ``MemoryError`` if host memory is too small for them.
-        """
-        if level == 1 and self.refusal is not None:
-            raise ModelNotReadyError(f"sleep(level=2) drops the weights: {self.refusal}")
-        try:
-            self._everywhere("sleep", level)
-        except Exception:
-            if self._closed is None:
-                with self._or_refuse():
-                    self._everywhere("wake_up")  # ranks with enough memory are already asleep
-            raise
-        self.asleep, self.sleeping, self._awaits_weights = level, frozenset(SLEEPING), False
-
-    def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
-        """Restore the weights of a sleeping engine on every rank, and allocate the caches.
-
-        Of ``tags`` without the caches, weights that exist nowhere any more wait for an update.
-
-        Raises ``ModelNotReadyError`` if they exist nowhere any more.
-        """
-        if self.asleep == 2 and self._updated and "weights" in self.sleeping:
-            self._awaits_weights = "kv_cache" not in tags
-            if self._awaits_weights:
-                return
-            raise ModelNotReadyError(
-                "the weights that slept were dropped, and updates had changed them since they were "
-                "loaded: update_weights with a whole checkpoint, or reload_weights() to go back to "
-                f"those in {self.worker.source.name}"
-            )
-        with self._or_refuse():
-            self._everywhere("wake_up", [tag for tag in SLEEPING if tag in tags])
-        self._wake(tags)
-
-    def _wake(self, tags: Collection[str]) -> None:
-        self.sleeping -= frozenset(tags)
-        self.asleep = self.asleep if self.sleeping else 0
-
-    def reload_weights(self) -> None:
-        """Load every rank's weights from the source, also after sleep or a failed update."""
-        with self._or_refuse():
-            self._everywhere("reload_weights")
-        self._wake(SLEEPING)
-        self._updated = False
 
     def apply_model(self, func: Callable[[torch.nn.Module], Any]) -> list[Any]:
         """Call a function with every rank's model and return all results, by rank.
@@ -431,20 +311,6 @@ class Executor:
             raise RuntimeError(f"rank {self.rank} follows: call this method on rank 0")
         if self.size > 1 and self._ranks.is_led:
             self._ranks.tell((name, arguments))
-
-    @contextmanager
-    def _or_refuse(self) -> Iterator[None]:
-        """If changing the weights fails, refuse steps in case only some were changed."""
-        try:
-            yield
-        except BaseException:
-            if self._closed is None:
-                states = self._everywhere("weights_state")
-                self.refusal = next((why for why, _ in states if why is not None), None)
-                if self.refusal is None and len({took for _, took in states}) > 1:
-                    self.refusal = "some ranks took an update of the weights that others refused"
-            raise
-        self.refusal = None
 
     @contextmanager
     def _or_end(
