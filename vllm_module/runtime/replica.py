@@ -39,7 +39,7 @@ from vllm_module.weights.hub import is_small
 
 _log = logging.getLogger(__name__)
 
-PIECE = 1 << 20  # bytes that are taken between two steps
+PIECE = 4 << 20  # bytes that are taken between two steps
 _CLIENTS = 64  # at once; others wait for one of them to end
 _IDLE = 30.0  # seconds that a client may take for a request or for a part of an answer
 _FILE = "model.safetensors"
