@@ -82,8 +82,12 @@ def decode_candidates(
             "splits of 128, 5 stages of 32": one(128, 256, 5, 32),
         }
         first = next(iter(small.values()))
-        early = {"splits of 256, launched early": replace(first, early=True)}
-        found = small | found | early
+        others = {
+            "splits of 256, launched early": replace(first, early=True),
+            "splits of 256, large combinations": replace(first, combined=(4096, 4)),
+            "splits of 256, few programs": replace(first, shares=1),
+        }
+        found = small | found | others
         if tokens > 32:
             found["splits of 256, 5 stages"] = one(256, 256, 5)
     if page_size % tokens == 0:

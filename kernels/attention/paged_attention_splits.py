@@ -19,7 +19,7 @@ from vllm_module.kernels.operators import next_power_of_2, tl, triton
 SEQUENCES = 256  # largest number in one launch: each program adds up the splits of all of them
 SCRATCH = 1 << 28  # bytes of the outputs of splits, unless one sequence needs more
 _PROGRAMS = 1024  # programs of one launch: two or three for each slot of a Hopper GPU
-_MANY = 32  # sequences from which twice as many share their splits, which may be few
+_MANY = 32  # sequences from which more programs share their splits, which may be few
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,22 @@ class Splits:
 
 @dataclass(frozen=True)
 class Decoding:
-    """A candidate: how contexts are cut, the tiles of a split, and whether it is launched early."""
+    """A candidate: how contexts are cut, and how splits are computed and combined.
+
+    Attributes:
+        splits, tiles: of a context, and of a split.
+        early: whether it is launched early.
+        combined: numbers that a program combines at once, and its warps. Most contexts have few
+            splits, and there is a program for each sequence and head.
+        shares: factor of the programs that share the splits of many sequences.
+
+    """
 
     splits: Splits
     tiles: Tiles
     early: bool = False
+    combined: tuple[int, int] = (1024, 2)
+    shares: int = 2
 
 
 def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
@@ -60,9 +71,9 @@ def sequences_of_a_launch(heads: int, size: int, splits: int) -> int:
     return max(1, min(SEQUENCES, SCRATCH // (4 * heads * size * splits)))
 
 
-def programs_of(sequences: int, splits: int, columns: int) -> int:
+def programs_of(sequences: int, splits: int, columns: int, shares: int = 2) -> int:
     """Return how many programs share a launch's items, for each column of the grid."""
-    most = 2 * _PROGRAMS if sequences >= _MANY else _PROGRAMS
+    most = shares * _PROGRAMS if sequences >= _MANY else _PROGRAMS
     return max(1, min(sequences * splits, most // columns))
 
 
@@ -98,7 +109,7 @@ def launch_splits(
     sizes = {"SPLIT": splits.tokens, "MAX_SPLITS": splits.most}
     for begin in range(0, max(1, sequences), most):
         end = min(begin + most, sequences)
-        kernel[programs_of(end - begin, count, columns), columns](
+        kernel[programs_of(end - begin, count, columns, chosen.shares), columns](
             *arguments.flat(),
             *rest,
             partial,
@@ -130,11 +141,10 @@ def launch_splits(
                 WINDOW=constants.get("WINDOW", 0),
                 HEAD_SIZE=size,
                 BLOCK_D=block_d,
-                # Most contexts have few splits, and there is a program for each sequence and head.
-                AT_ONCE=min(next_power_of_2(splits.most), max(1, 1024 // block_d)),
+                AT_ONCE=min(next_power_of_2(splits.most), max(1, chosen.combined[0] // block_d)),
                 BLOCK_N=chosen.tiles.block_n,
                 **sizes,
-                num_warps=2,
+                num_warps=chosen.combined[1],
             )
 
 
