@@ -174,6 +174,24 @@ class SimulatedDevice(TorchDispatchMode):
             yield
 
     @contextmanager
+    def serving(self, memory: int) -> Iterator[None]:
+        """Have the device there, of so many bytes, with what an engine asks ``torch.cuda``."""
+
+        def nothing(*_: Any) -> None:
+            pass
+
+        with self.present(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(torch.cuda, "device_count", lambda: 1)
+            patch.setattr(torch.cuda, "device", lambda index: nullcontext())
+            patch.setattr(torch.cuda, "mem_get_info", lambda *_: (memory, memory))
+            for name in ("memory_allocated", "max_memory_allocated"):
+                patch.setattr(torch.cuda, name, lambda *_: 0)
+            for name in ("empty_cache", "reset_peak_memory_stats"):
+                patch.setattr(torch.cuda, name, nothing)
+            yield
+
+    @contextmanager
     def taking_part(self) -> Iterator[None]:
         """Be this thread's device, while another is there for the thread that started it."""
         before = getattr(_current, "device", None)

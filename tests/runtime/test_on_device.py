@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ PROMPTS = [[5, 9, 3], [7] * 21, [11, 4], [2, 8, 6, 1, 30]]
 
 @contextmanager
 def on_device() -> Iterator[Any]:
-    """Have a simulated device, of which torch.cuda says what an engine asks."""
+    """Have a simulated device that refuses what a step may not do."""
     device = SimulatedDevice(launches=True)
 
     def stepping(function: Any) -> Any:
@@ -48,17 +48,9 @@ def on_device() -> Iterator[Any]:
 
         return called
 
-    with device.present(), pytest.MonkeyPatch.context() as patch:
+    with device.serving(MEMORY), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "run", stepping(ModelRunner.run))
         patch.setattr(engine, "sample", stepping(sampler.sample))
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "device_count", lambda: 1)
-        patch.setattr(torch.cuda, "device", lambda index: nullcontext())
-        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (MEMORY, MEMORY))
-        for name in ("memory_allocated", "max_memory_allocated"):
-            patch.setattr(torch.cuda, name, lambda *_: 0)
-        for name in ("empty_cache", "reset_peak_memory_stats"):
-            patch.setattr(torch.cuda, name, lambda *_: None)
         yield device
 
 

@@ -87,7 +87,7 @@ class Both:
             KVCache.move(self.stored, inputs.pages)
         expected = self.plain.run(inputs, sampled)
         prompts = inputs.max_query_len > 1
-        self.replayed.append(self.graphs._graph_size(inputs) if prompts else None)
+        self.replayed.append(self.graphs._graph_size(inputs, (None, False)) if prompts else None)
         with self.present():
             if sampled is not None:
                 sampled = type(self.graphs._tables)(sampled)
@@ -283,9 +283,9 @@ def shifted_sequences(parts: list[Any], inputs: StepInputs) -> None:
     parts[6] = array("q", [*parts[6][1:], parts[6][0]])
 
 
-def zero_tokens(self: ModelRunner, decodes: bool, step: list[torch.Tensor]) -> Any:
+def zero_tokens(self: ModelRunner, kind: Any, step: list[torch.Tensor]) -> Any:
     """A graph of a prompt reads tokens that no step writes."""
-    return COMPUTE(self, decodes, step if decodes else [step[0] * 0, *step[1:]])
+    return COMPUTE(self, kind, step if kind[1] else [step[0] * 0, *step[1:]])
 
 
 def no_tables(self: ModelRunner, step: Any, longest: int, *rest: Any) -> Any:
@@ -439,7 +439,7 @@ def test_a_model_that_reads_numbers_runs_prompts_without(caplog: pytest.LogCaptu
 
     with caplog.at_level(logging.WARNING):
         plain, graphs, device = runs(body)
-    assert "steps with prompts run without CUDA graphs: " in caplog.text
+    assert "steps with prompts: no CUDA graphs, because of " in caplog.text
     assert "tolist waits for the device" in caplog.text
     with device.present():
         assert torch.equal(graphs.run(step(9)).memory, plain.run(step(9)))

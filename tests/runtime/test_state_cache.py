@@ -220,7 +220,7 @@ def test_padding_changes_no_state() -> None:
         served.runner.run(
             StepInputs([5] * 3, [0] * 3, slots, [1] * 3, [0, 1, 2, 3], rows, pages, 1, [0, 1, 2], 1)
         )
-    assert served.runner._graphs[True, 4].replays == 1
+    assert served.runner._graphs[(None, True), 4].replays == 1
     for states in served.states._states:
         assert (states.memory[:, 0] == 7).all()
         assert not (states.memory[:, 1:] == 7).all()

@@ -145,7 +145,6 @@ class AdapterRows:
 
     Attributes:
         groups: each adapter of the step, by its number, with its rows; none for the base model.
-        of_row: the adapter of each row, or -1.
         places: rows in the order of their adapters; ``None`` for one adapter, and where most rows
             are one adapter's.
         updates: how often an adapter of the model has been updated.
@@ -157,7 +156,7 @@ class AdapterRows:
         self.places: Places | None = None
         self.groups: list[tuple[int, Rows]] = []
         self._numbers = torch.empty(0, dtype=torch.int64)  # adapter of each row, on the host
-        self.of_row = self._numbers
+        self._of_row: torch.Tensor | None = None  # and on the device, once it is asked for
 
     def set(self, adapters: Mapping[int, int], starts: list[int], device: torch.device) -> None:
         """Set them for a step.
@@ -173,13 +172,17 @@ class AdapterRows:
             numbers[starts[sequence] : starts[sequence + 1]] = adapter
         self._set(numbers, device)
 
+    def set_all(self, adapter: int | None, count: int, device: torch.device) -> None:
+        """Set all of ``count`` rows to one adapter, or to none."""
+        self._set(torch.full((count,), -1 if adapter is None else adapter), device)
+
     def select(self, rows: list[int]) -> None:
         """Go on with some rows of the step, such as those whose logits are computed."""
         if self.groups:
-            self._set(self._numbers[rows], self.of_row.device)
+            self._set(self._numbers[rows], self._device)
 
     def _set(self, numbers: torch.Tensor, device: torch.device) -> None:
-        self._numbers, self.of_row = numbers, numbers.to(device)
+        self._numbers, self._device, self._of_row = numbers, device, None
         self.groups, self.places = [], None
         rows_of = {
             adapter: (numbers == adapter).nonzero().view(-1)
@@ -195,7 +198,9 @@ class AdapterRows:
 
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the adapter, or -1, of each of these rows of the step."""
-        return self.of_row[tokens]
+        if self._of_row is None:
+            self._of_row = self._numbers.to(self._device)
+        return self._of_row[tokens]
 
     def check(self, rows: int) -> None:
         """Raise ``RuntimeError`` if a layer is not given a row for each token of the step."""

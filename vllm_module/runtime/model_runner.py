@@ -23,6 +23,10 @@ from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, uplo
 _NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step without tokens
 _log = logging.getLogger(__name__)
 
+_Kind = tuple["int | None", bool]  # the adapter of all tokens, and whether a step only decodes
+# Of adapters: each takes some memory of the device.
+_MOST_ADAPTED = 128
+
 # With more tokens, the device takes longer for a step than the host to launch its kernels.
 MOST_TOKENS = 2048
 
@@ -47,7 +51,8 @@ class ModelRunner:
     tokens. The next step that replays one overwrites its results. Nothing of a layout but the
     numbers of tokens and sequences is part of a graph, so a step is padded to the next of these
     sizes: with tokens whose cache slot is -1, where nothing is stored, and with sequences of
-    context 0.
+    context 0. A graph of steps in which all requests have one adapter is captured when the first
+    such step comes; steps of several adapters, or of some, have none.
 
     Args:
         model: this rank's model.
@@ -55,8 +60,7 @@ class ModelRunner:
         max_num_seqs: largest number of sequences in a step; the rows of the block tables.
         max_pages: largest number of pages of a sequence.
         compiled: True if torch.compile fuses the model's operations.
-        adapters: says the layers which rows are whose, in steps with adapters. They replay no
-            graph.
+        adapters: says the layers which rows are whose, in steps with adapters.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
     error, if a model from outside fails.
@@ -84,13 +88,13 @@ class ModelRunner:
         # Each row begins at an aligned address, because a step may get a view of some rows.
         width = -(-max_pages // ALIGNMENT) * ALIGNMENT
         self._tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
-        # By whether steps only decode, and the number of tokens.
-        self._graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[_Kind, int], torch.cuda.CUDAGraph] = {}  # by number of tokens
         self._sizes: dict[bool, list[int]] = {True: [], False: []}  # ascending
         # Hidden states, or logits, of the last graph of a kind: all of the kind share them.
         self._hidden: torch.Tensor | None = None
         self._decoded: torch.Tensor | None = None
-        self._firsts: dict[int, torch.Tensor] = {}  # by size, the first token of each row
+        self._firsts: dict[tuple[_Kind, int], torch.Tensor] = {}  # the first token of each row
+        self._without: set[_Kind] = set()  # kinds of steps that could not be captured
         self._first = torch.empty(0)  # those of the last graph
         self._compiled = compiled
 
@@ -107,10 +111,12 @@ class ModelRunner:
 
         """
         count, sequences = len(inputs.input_ids), len(inputs.context_lens)
-        if inputs.adapters or self._adapters.groups:
+        kind = self._kind(inputs)
+        size = None if kind is None else self._graph_size(inputs, kind)
+        replays_all = size is not None and inputs.max_query_len == 1  # logits, too
+        if (inputs.adapters or self._adapters.groups) and not replays_all:
             self._adapters.set(inputs.adapters, inputs.query_start_loc, self.device)
-        decodes, size = inputs.max_query_len == 1, self._graph_size(inputs)
-        if size is None:
+        if kind is None or size is None:
             parts = self._parts(inputs, count, sequences)
             views = upload(parts, self.device)
         else:
@@ -123,16 +129,16 @@ class ModelRunner:
         if sampled is not None:
             ids = step[0]
             torch.clamp(sampled.index_select(0, ids), min=0, out=ids)
-        if size is None:
+        if kind is None or size is None:
             # True if the step has all tokens of every context.
-            fresh = not decodes and sum(inputs.context_lens) == count
+            fresh = inputs.max_query_len > 1 and sum(inputs.context_lens) == count
             metadata = self._metadata(step, inputs.max_query_len, inputs, fresh)
             hidden = self._forward(step[0], step[1], metadata.laid_out())
         else:
-            self._graphs[decodes, size].replay()
-            if decodes:
+            self._graphs[kind, size].replay()
+            if kind[1]:
                 assert self._decoded is not None
-                self._first = self._firsts[size]
+                self._first = self._firsts[kind, size]
                 logits = self._decoded[:count]
                 return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
             assert self._hidden is not None
@@ -163,8 +169,8 @@ class ModelRunner:
         graphs of steps that only decode alone: it would compile a model for each number of tokens.
         """
         # A new stream: torch's own belongs to the process's first capture, maybe on another device.
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch has no hints
-        pool, most = torch.cuda.graph_pool_handle(), len(self._tables)
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._pool, most = torch.cuda.graph_pool_handle(), len(self._tables)
         prompts = [] if self._compiled else captured_sizes(max_num_batched_tokens)
         # A step that replays a graph has no list longer than these.
         self._longest = max(most, *prompts, 1)
@@ -172,41 +178,54 @@ class ModelRunner:
         self._static = torch.zeros_like(pack(lists, self.device), device=self.device)
         # Graphs read it, and hold no memory but their pool's.
         self._plain = plain_rows(most, self.device)
-        for size in reversed(prompts):
-            if not self._capture(False, size, pool, stream):
-                break
-        else:
+        if all(self._capture((None, False), size) for size in reversed(prompts)):
             self._sizes[False] = prompts
         decoding = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
         for size in reversed(decoding):
-            self._capture(True, size, pool, stream)
+            self._capture((None, True), size)
         self._sizes[True] = decoding
 
-    def _capture(self, decodes: bool, size: int, pool: Any, stream: torch.cuda.Stream) -> bool:
-        """Capture the graph of so many tokens; return False if a step with prompts has none."""
+    def forget(self, adapter: int) -> None:
+        """Free the graphs of an adapter."""
+        for key in [each for each in self._graphs if each[0][0] == adapter]:
+            del self._graphs[key]
+            self._firsts.pop(key, None)
+        self._without -= {(adapter, True), (adapter, False)}
+
+    def _capture(self, kind: _Kind, size: int) -> bool:
+        """Capture the graph of so many tokens; return False if such steps have none."""
+        adapter, decodes = kind
+        self._adapters.set_all(adapter, size, self.device)
         parts = self._parts(_NOTHING, size, self._sequences(size))
         packed = pack(parts, self.device)
         self._static[: len(packed)].copy_(packed)
         step = unpack(self._static, parts)[:-3]
         # The first run compiles kernels and allocates the libraries' workspaces.
-        self._compute(decodes, step)
+        self._compute(kind, step)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool, stream):
-                self._compute(decodes, step)
+            with torch.cuda.graph(graph, self._pool, self._stream):
+                self._compute(kind, step)
         except Exception as error:
-            if decodes:
+            if decodes and adapter is None:
                 _log.error("enforce_eager=True does without CUDA graphs: a capture failed")
                 raise
-            _log.warning("steps with prompts run without CUDA graphs: %s", error)
+            what = "decoding" if decodes else "steps with prompts"
+            whose = "" if adapter is None else f" of adapter {adapter}"
+            _log.warning("%s%s: no CUDA graphs, because of %s", what, whose, error)
+            self._without.add(kind)
             return False
-        self._graphs[decodes, size] = graph
+        self._graphs[kind, size] = graph
+        adapted = [each for each in self._graphs if each[0][0] is not None]
+        for key in adapted[:-_MOST_ADAPTED]:  # which were captured longest ago
+            del self._graphs[key]
+            self._firsts.pop(key, None)
         return True
 
-    def _compute(self, decodes: bool, step: list[torch.Tensor]) -> None:
+    def _compute(self, kind: _Kind, step: list[torch.Tensor]) -> None:
         """Compute what a graph does."""
-        size = len(step[0])
+        decodes, size = kind[1], len(step[0])
         metadata = self._metadata(step, 1 if decodes else size)
         hidden = self._forward(step[0], step[1], metadata.laid_out())
         if not decodes:
@@ -220,21 +239,31 @@ class ModelRunner:
         self._decoded[:size].copy_(logits)
         rows, settings = (each[:size] for each in self._plain)
         first = draw_tokens(self._decoded[:size], rows, settings, False, False)
-        self._firsts[size] = first.view(-1)
+        self._firsts[kind, size] = first.view(-1)
 
     def _sequences(self, size: int) -> int:
         """Return the number of sequences in a graph of so many tokens."""
         return min(size, len(self._tables))
 
-    def _graph_size(self, inputs: StepInputs) -> int | None:
+    def _kind(self, inputs: StepInputs) -> _Kind | None:
+        """Return the kind of a step that may replay a graph; ``None`` if adapters differ."""
+        adapters = {*inputs.adapters.values()}
+        if len(adapters) > 1 or (adapters and len(inputs.adapters) < len(inputs.context_lens)):
+            return None
+        return next(iter(adapters), None), inputs.max_query_len == 1
+
+    def _graph_size(self, inputs: StepInputs, kind: _Kind) -> int | None:
         """Return the number of tokens of the graph to replay; ``None`` for a step without one."""
-        sizes = self._sizes[inputs.max_query_len == 1]
+        sizes = self._sizes[kind[1]]
         at = bisect_left(sizes, len(inputs.input_ids))
-        if at == len(sizes) or inputs.adapters:
+        if at == len(sizes) or kind in self._without:
             return None
         if sum(len(pages) for _, _, pages in inputs.new_pages) > self._longest:
             return None  # after a fork, or when sequences start over or are swapped in
-        return sizes[at]
+        size = sizes[at]
+        if (kind, size) not in self._graphs and not self._capture(kind, size):
+            return None
+        return size
 
     def _parts(self, inputs: StepInputs, tokens: int, sequences: int) -> list[Numbers]:
         """Return all numbers that the device needs, with padding to so many tokens and sequences.

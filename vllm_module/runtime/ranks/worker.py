@@ -325,6 +325,8 @@ class Worker:
         adapter = self._adapters.pop(number, None)
         if adapter is not None:
             detach(adapter, number)
+            if self.runner is not None:
+                self.runner.forget(number)
 
     def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Update A and B of an adapter in place, under PEFT's names.
