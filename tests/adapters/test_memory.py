@@ -1,8 +1,13 @@
-"""Many adapters on disk and few in memory: each request has its own, read again when needed."""
+"""Many adapters on disk and few in memory: each request has its own, read again when needed.
+
+``make laws`` sets ``AT_LENGTH``: then there are 1,000 on disk, 8 in memory, and 10,000 requests.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import runpy
 import shutil
@@ -22,7 +27,9 @@ from vllm_module import LLM, LoRARequest, SamplingParams
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
-COUNT, TOKENS = 20, 5
+AT_LENGTH = bool(os.environ.get("AT_LENGTH"))
+COUNT, TOKENS = 1000 if AT_LENGTH else 20, 5
+IN_MEMORY, REQUESTS = (8, 10_000) if AT_LENGTH else (3, 300)
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 PROMPTS = [[(7 * i + 3 * j) % 60 for j in range(20)] for i in range(3)]
 TARGETS = [["q_proj", "v_proj"], ["o_proj", "gate_proj", "embed_tokens"], ["k_proj", "lm_head"]]
@@ -75,6 +82,13 @@ def answer(llm: LLM, prompt: int, name: str | None) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+def held_by_process() -> tuple[int, int]:
+    """Return the bytes of this process that are in memory, and its open files."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+
+
 class Watched:
     """Counts what an engine reads; each step's adapters are in memory, and few are."""
 
@@ -107,18 +121,24 @@ class Watched:
     ids=["plain", "asynchronous", "preempted"],
 )
 def test_drawn_requests(folder: Path, expected: Expected, settings: dict[str, Any]) -> None:
-    """Of 20 adapters, 3 are in memory and 2 in a step; each of 300 requests is as PEFT answers."""
+    """Few of all adapters are in memory and 2 in a step; each request is as PEFT answers.
+
+    Neither memory nor open files grow with the requests.
+    """
     draw = random.Random(str(settings))
     names = [f"a{number}" for number in range(COUNT)]
-    with load(folder, max_loras=2, max_cpu_loras=3, **settings) as llm:
+    with load(folder, max_loras=2, max_cpu_loras=IN_MEMORY, **settings) as llm:
         if "swap_space" in settings:
             llm.engine.scheduler.pool.num_pages = 11
             llm.engine.scheduler.pool.reset()
         for name in names:
             llm.load_adapter(name, folder / name)
-        assert sum(each.in_memory for each in llm.list_adapters()) == 3
-        watched, left = Watched(llm, most=3), 300
+        assert sum(each.in_memory for each in llm.list_adapters()) == IN_MEMORY
+        watched, left = Watched(llm, most=IN_MEMORY), REQUESTS
+        half: tuple[int, int] | None = None
         while left:
+            if half is None and left < REQUESTS // 2:
+                half = held_by_process()
             count = min(left, draw.randrange(1, 16))
             left -= count
             asked = [
@@ -132,7 +152,11 @@ def test_drawn_requests(folder: Path, expected: Expected, settings: dict[str, An
             )
             for (prompt, name), output in zip(asked, outputs, strict=True):
                 assert list(output.outputs[0].token_ids) == expected(name, prompt), (name, prompt)
-        assert len(watched.read) > 100
+        assert len(watched.read) > REQUESTS // 3
+        assert half is not None
+        grown, opened = (now - before for now, before in zip(held_by_process(), half, strict=True))
+        assert opened <= 0
+        assert grown < 16 << 20, f"{grown} bytes more after the second half of the requests"
         assert ("swap_space" in settings) == (llm.engine.scheduler.preemptions > 0)
 
 
