@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -187,6 +188,30 @@ def test_without_the_token_there_is_nothing(
         with pytest.raises(urllib.error.HTTPError) as unsatisfied:
             urllib.request.urlopen(request)
         assert unsatisfied.value.code == 416
+
+
+def test_clients_beyond_the_limit_are_cut_off(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that send nothing hold no more than their places, and a close waits for none."""
+    monkeypatch.setattr(replica, "_CLIENTS", 3)
+    with engine(folders["llama"]) as llm, llm.serve_weights(token=TOKEN) as server:
+        host, port = server.url.removeprefix("replica://").split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(3)]
+        for each in silent:  # has been accepted once it is answered
+            each.sendall(b"GET /config.json HTTP/1.1\r\n\r\n")
+            assert each.recv(12) == b"HTTP/1.1 401"
+        with socket.create_connection((host, int(port))) as other:
+            assert other.recv(1) == b"", "the fourth is closed"
+        silent.pop().close()
+        while True:  # until the server has seen it
+            try:
+                assert loaded(server.url).keys()
+                break
+            except (CheckpointFormatError, WeightReadError):
+                continue
+    for each in silent:
+        each.close()
 
 
 def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:

@@ -40,7 +40,7 @@ from vllm_module.weights.hub import is_small
 _log = logging.getLogger(__name__)
 
 PIECE = 4 << 20  # bytes that are taken between two steps
-_CLIENTS = 64  # at once; others wait for one of them to end
+_CLIENTS = 64  # at once; the connections of others are closed
 _IDLE = 30.0  # seconds that a client may take for a request or for a part of an answer
 _FILE = "model.safetensors"
 _DTYPES = {
@@ -249,7 +249,7 @@ class WeightServer:
             for path in sorted(folder.iterdir())
             if is_small(path.name) and path.is_file() and not path.name.endswith(".index.json")
         }
-        self._served = version()
+        self._served, self._closed = version(), False
         handler = type("Handler", (_Handler,), {"weights": self})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = type("Server", (_Server,), {"address_family": family})
@@ -261,6 +261,7 @@ class WeightServer:
 
     def close(self) -> None:
         """End the server and the answers under way."""
+        self._closed = True
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -285,15 +286,16 @@ class WeightServer:
     def pieces(self, name: str, begin: int, end: int, tag: str) -> Iterator[bytes]:
         """Yield bytes of a file, each piece between two steps.
 
-        Raises ``ConnectionError`` if the weights are others than at the beginning.
+        Raises ``ConnectionError`` if the weights are others than at the beginning, or the server
+        was closed.
         """
         if name != _FILE:
             yield self._small[name][begin:end]
             return
         for first in range(begin, end, PIECE):
             with self._alone():
-                if self.tag() != tag:
-                    raise ConnectionError("the weights have changed")
+                if self._closed or self.tag() != tag:
+                    raise ConnectionError("the server was closed, or the weights have changed")
                 if self._served != self._version():
                     self._file.forget()
                     self._served = self._version()
@@ -311,8 +313,10 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._room.acquire()
-        super().process_request(request, client_address)
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
