@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,41 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_another_engine_loads_from_a_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --weights-port, by the admin key; and without a key, the option is refused."""
+    assert main(["serve", str(folder), "--weights-port", "1"]) == 2
+    assert "it needs an --admin-key" in capsys.readouterr().err
+    port, weights = SUPPORT["free_port"](), SUPPORT["free_port"]()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_module.cli", "serve", str(folder), "--device", "cpu",
+         "--port", str(port), "--weights-port", str(weights)],
+        env=os.environ | {"VLLM_MODULE_ADMIN_KEY": "key-of-operators"},
+    )  # fmt: skip
+    try:
+
+        def is_up() -> bool:
+            assert process.poll() is None
+            return status(f"http://127.0.0.1:{port}/health") == 200
+
+        SUPPORT["wait_until"](is_up, "the server answers")
+        monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", "key-of-operators")
+        found, expected = (
+            dict(
+                get_model(
+                    model_config=ModelConfig(model=model), device_config=DeviceConfig(device="cpu")
+                ).named_parameters()
+            )
+            for model in (f"replica://127.0.0.1:{weights}", str(folder))
+        )
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_what_is_refused_at_once(

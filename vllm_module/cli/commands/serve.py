@@ -28,6 +28,7 @@ from vllm_module.cli.options import (
 from vllm_module.cli.output import CommandError, announce, working
 from vllm_module.cli.ranks import is_first_rank
 from vllm_module.cli.serving import serving
+from vllm_module.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from vllm_module.server.listener import Listener
@@ -122,6 +123,17 @@ class ServerOptions(Options):
             show_default=False,
         ),
     ] = None
+    weights_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Serve the weights there, too: another engine loads replica://HOST:PORT, with the "
+            "admin key in VLLM_MODULE_REPLICA_TOKEN.",
+            show_default=False,
+        ),
+    ] = None
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -199,6 +211,8 @@ def serve(
     With --tp, each rank is a process; under torchrun, rank 0 answers.
     """
     folders = adapters.folders(server.served_model_name or [source])
+    if server.weights_port is not None and not server.admin_key:
+        raise typer.BadParameter("it needs an --admin-key", param_hint="--weights-port")
     with ExitStack() as stack:
         if is_first_rank():
             listener, state = stack.enter_context(_listening(source, server))
@@ -218,6 +232,15 @@ def serve(
         for name, folder in folders.items():
             with working(f"loading the adapter {printable(name)}"):
                 llm.load_adapter(name, folder)
+        if server.weights_port is not None and server.admin_key:
+            try:
+                weights = llm.serve_weights(
+                    server.host, server.weights_port, token=server.admin_key[0]
+                )
+            except (OSError, ValueError, UnsupportedModelError) as error:
+                raise CommandError(f"--weights-port: {error}") from error
+            stack.enter_context(weights)
+            announce(f"its weights are at {weights.url}")
         from vllm_module.runtime.async_llm import AsyncLLM
         from vllm_module.server.tools import Formats
 
