@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 _Kind = tuple["int | None", bool]  # the adapter of all tokens, and whether a step only decodes
 # Of adapters: each takes some memory of the device.
-_MOST_ADAPTED = 128
+_MOST_ADAPTED = 32
 
 # With more tokens, the device takes longer for a step than the host to launch its kernels.
 MOST_TOKENS = 2048
