@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Callable
@@ -934,6 +935,21 @@ def test_a_shared_layout_checks_what_each_layer_brings() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             replace(batch, **change).run(attend)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations([(None, 2), (1, 4), (8, 2)])], ids=str)
+def test_layers_of_other_windows_and_heads_share_a_layout(order: Any) -> None:
+    """Whichever layer comes first, and comes again, each attends as densely as alone."""
+    layout: PagedLayout | None = None
+    for window, kv_heads in (*order, *order):
+        torch.manual_seed(1)
+        whole = make_batch(MIXED, 7, kv_heads=kv_heads)  # no page has left a window
+        torch.manual_seed(1)
+        expected = make_batch(MIXED, 7, kv_heads=kv_heads, sliding_window=window)
+        places = whole.block_tables, whole.context_lens, whole.query_start_loc
+        layout = layout or PagedLayout(*places)
+        layer = replace(whole, expected=expected.expected, options=expected.options)
+        layer.check(partial(paged_attention, layout=layout))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])

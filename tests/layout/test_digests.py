@@ -32,6 +32,7 @@ from vllm_module.layers import (
 )
 from vllm_module.quantization import EightBitMethod, Scheme
 from vllm_module.testing import random_weights
+from vllm_module.weights.changes import find_changes
 
 SCHEME = Scheme("block", block=(4, 4), scale_name="weight_scale_inv")
 
@@ -110,6 +111,40 @@ def test_an_update_changes_only_what_it_updates() -> None:
         assert set(total(models).differences(before)) <= set(part)
     assert total(models) == expected
     assert total(models).differences(expected.tensors) == []
+
+
+def test_elements_that_were_sent_alone_have_no_digest_of_what_was_read() -> None:
+    """What a cast tensor was read from is not what it holds once some elements are others."""
+    model = build(0, 1)
+    model.keep_digests = True
+    stored = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in WEIGHTS.items()}
+    layout = model.plan_weights(stored).layout()
+    model.load_weights(stored)
+    expected = {name: digest_box(tensor).hex for name, tensor in stored.items()}
+    assert digest_of(model, layout).tensors == expected
+    names = [n for n in sorted(stored) if ".o_proj." in n or ".k_proj." in n or ".norm." in n]
+    assert len(names) == 8
+    for name in names:
+        old = stored[name].float()
+        new = old.clone()
+        new.view(-1)[1::3] += 1
+        model.update_weights({name: find_changes(old, new)})
+        expected[name] = digest_box(new).hex
+        assert digest_of(model, layout).tensors == expected
+
+
+def test_digests_of_some_names_are_of_these_alone() -> None:
+    """So they are of tied tensors, whichever of the two names is asked for."""
+    model = Model()
+    model.head.tie_weights(model.embed)
+    tied = {**WEIGHTS, "head.weight": WEIGHTS["embed.weight"]}
+    layout = model.plan_weights(tied).layout()
+    model.load_weights(tied)
+    whole = digest_of(model, layout).tensors
+    assert len(whole) == len(tied)
+    for names in ([], ["embed.weight"], ["head.weight"], ["head.weight", "table"], list(tied)):
+        found = digest_of(model, layout, names).tensors
+        assert found == {name: whole[name] for name in names}
 
 
 def test_a_model_without_values_is_named() -> None:

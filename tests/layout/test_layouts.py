@@ -32,6 +32,7 @@ from vllm_module.layout import (
     HeldBox,
     HeldParameter,
     Layout,
+    Made,
     Partition,
     RankBoxes,
     StoredTensorLayout,
@@ -431,3 +432,38 @@ def test_owners_of_an_element_of_any_expert(packed: int) -> None:
                 (owner,) = layout.owners(f"{expert}.w", [row, column])
                 value = int(whole[expert % of_rank, rows + row, column])
                 assert owner == (expert // of_rank, "w", Strided(value // packed, (), ()))
+
+
+def test_what_is_made_of_any_expert() -> None:
+    """A box of a later expert makes that expert's scales, by each way to ask for it."""
+    rows, columns, experts, ranks = 3, 16, 4, 2
+    of_rank = experts // ranks
+    scales = Made("s", Strided(rows, (rows, 1), (1, 1), 2 * rows))
+    box = HeldBox(
+        (0, 0),
+        (rows, columns),
+        Strided(rows * columns, (rows, columns), (columns, 1), 2 * rows * columns),
+        made=(scales,),
+    )
+    held = tuple(RankBoxes((at,), (box,), (at * of_rank, of_rank)) for at in range(ranks))
+    shapes = (of_rank, 2 * rows, columns), (of_rank, 2 * rows, 1)
+    layout = Layout(
+        "vllm-module layout",
+        1,
+        "Model",
+        ranks,
+        {"w": HeldParameter("int8", 0), "s": HeldParameter("float32", 1)},
+        tuple(((tuple(range(ranks)), shape),) for shape in shapes),
+        (Partition(held, "int8"),),
+        (StoredTensorLayout("{expert}.w", (rows, columns), "float32", "w", 0, None, (0, experts)),),
+    )
+    assert not list(problems(layout))
+    whole = torch.arange(of_rank * 2 * rows).view(shapes[1])
+    (entry,) = layout.tensors
+    for expert in range(experts):
+        expected = whole[expert % of_rank, rows:]
+        on_rank = {name: found for name, _, found in layout.held_on(expert // of_rank)}
+        ((_, by_rank),) = layout.held_by(entry, expert)
+        for (found,) in (by_rank.made, on_rank[f"{expert}.w"][0].made):
+            at = found.held
+            assert torch.equal(whole.as_strided(at.shape, at.strides, at.offset), expected)

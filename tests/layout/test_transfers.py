@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_module.layout import Layout, StoredTensorLayout, TransferPlan, layout_of_shards, rows
+from vllm_module.layout.layout_file import problems
 from vllm_module.layout.views import cut, refined
 from vllm_module.testing.transfers import assert_plan_moves
 
@@ -109,6 +112,41 @@ def test_experts_go_where_they_are_kept() -> None:
         (source, target, (2 * target, 2)) for source in range(2) for target in range(2)
     }
     assert_plan_moves(plan, source, target)
+
+
+@pytest.mark.parametrize("dim", [0, None])
+@pytest.mark.parametrize("kept", [[(0, 2), (3, 1)], [(1, 2)], [(0, 1), (2, 1)]], ids=str)
+def test_experts_that_the_target_lacks_stay_where_they_are(
+    dim: int | None, kept: list[tuple[int, int]]
+) -> None:
+    """The target names some of the experts that the source has, in one range or in several."""
+    source, target = experts(2, 0), experts(2, dim)
+    (whole,) = target.tensors
+    target = replace(target, tensors=tuple(replace(whole, experts=each) for each in kept))
+    plan = TransferPlan(source, target)
+    assert [route.experts for route in plan.routes] == [(at, at + n) for at, n in kept]
+    assert sum(plan.sent_bytes().values()) == 4 * 2 * sum(n for _, n in kept)
+    assert_plan_moves(plan, source, target)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_shards_alike_of_other_experts_are_kept_apart(order: tuple[int, ...]) -> None:
+    """Tensors of one shape and of one, some or no experts have the layout that each has alone."""
+    entries = [
+        StoredTensorLayout("plain", (4, 2), "float16", "", 0),
+        StoredTensorLayout("a.{expert}.w", (4, 2), "float16", "", 0, None, (0, 3)),
+        StoredTensorLayout("b.{expert}.w", (4, 2), "float16", "", 0, None, (1, 2)),
+        StoredTensorLayout("c.w", (4, 2), "float16", "", 0),
+    ]
+
+    def held(*some: StoredTensorLayout) -> dict[str, list[object]]:
+        made = layout_of_shards(some, 2, lambda _, shape, rank: rows(shape, rank, 2))
+        assert list(problems(made)) == []
+        return {name: list(made.held_by(entry, at)) for name, entry, at in made.names()}
+
+    assert held(*(entries[at] for at in order)) == {
+        name: boxes for each in entries for name, boxes in held(each).items()
+    }
 
 
 def test_a_range_of_a_merged_dimension_is_cut_at_its_rows() -> None:

@@ -25,7 +25,7 @@ class Stream:
         self.device = device
         self.waiting: list[Callable[[], object]] = []
         self.given = self.done = 0
-        self.follows_caller = False
+        self.follows = -1  # how much of the caller's work is done before the work that comes next
 
     def give(self, work: Callable[[], object]) -> None:
         with self.device.lock:
@@ -43,14 +43,30 @@ class Stream:
 
     def wait_stream(self, other: Any) -> None:
         if other is self.device.caller:  # whose work is done at once
-            self.follows_caller = True
+            self.follows = other.given
         else:
             until = other.given
             self.give(lambda: other.do(until))
 
 
 class Caller:
-    """The stream of the thread that opens a load: its work is done at once."""
+    """The stream of the thread that opens a load: its work is done at once.
+
+    Attributes:
+        given: how many destinations it was given the allocation of.
+        allocated: by address, which of them that was.
+
+    """
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.allocated: dict[int, int] = {}
+
+    def allocate(self, destination: torch.Tensor) -> torch.Tensor:
+        """Count a new destination: only what follows the stream from here on may write to it."""
+        self.given += 1
+        self.allocated[destination.untyped_storage().data_ptr()] = self.given
+        return destination
 
     def wait_stream(self, other: Stream) -> None:
         other.synchronize()
@@ -93,15 +109,19 @@ class DelayedDevice:
         return Stream(self)
 
     def empty(self, stream: Stream, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        assert stream.follows_caller
+        assert stream.follows >= 0
         return torch.empty(shape, dtype=dtype)
 
     def run(self, stream: Stream, work: Sequence[Callable[[], object]]) -> None:
-        assert stream.follows_caller, "the destination's memory may still be in use"
+        in_use = "the destination's memory may still be in use"
+        assert stream.follows >= 0, in_use
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         for each in work:
             with self.lock:
                 is_copy = getattr(each, "func", None) is staging.copy_weight
+                if is_copy:
+                    memory = each.args[1].untyped_storage().data_ptr()
+                    assert self.caller.allocated.get(memory, 0) <= stream.follows, in_use
                 self.copies += is_copy
                 self.conversions += not is_copy
                 fails = self.copies + self.conversions == self.fails_at

@@ -105,6 +105,13 @@ def test_every_destination_is_filled_in_bounded_memory(device, checkpoint, tenso
         assert device.pinned_bytes == (reading.reader_threads(torch.device("cuda")) + 2) * PIECE
 
 
+def test_memory_is_written_once_the_caller_has_left_it(device, checkpoint, tensors) -> None:
+    """Each destination is allocated when a job is asked for, long after a thread's first read."""
+    destinations = [torch.empty(40, 50) for _ in range(12)]
+    read_all((checkpoint["w4"], device.caller.allocate(each)) for each in destinations)
+    assert all(torch.equal(each, tensors["w4"]) for each in destinations)
+
+
 @pytest.mark.parametrize(
     ("where", "attribute", "mistake"),
     [

@@ -237,6 +237,13 @@ def second(answer: Callable[[Any], object]) -> Callable[[Any], bool]:
     return fault
 
 
+def grown(handler: Any) -> None:
+    """Serve the file as if a byte had been added to it."""
+    data = handler.data() or b""
+    handler.data = lambda: data + b"\0"
+    handler.serve(200)
+
+
 def whole(handler: Any) -> None:
     handler.answer(200, handler.data() or b"")
 
@@ -310,6 +317,10 @@ REFUSED = {
     "another ETag": (
         second(lambda h: h.serve(200, ETag='"two"')),
         'changed since it was opened .*the tag "one", and now has .*"two"',
+    ),
+    "another size, and the same ETag": (
+        second(grown),
+        'changed since it was opened .*the tag "one", and now has .*"one"',
     ),
     "an empty file": (always(nothing), "it is empty: copy it there again"),
     "a file that was emptied": (second(nothing), "it ends before byte"),
@@ -879,11 +890,14 @@ def test_netrc_is_sent_to_its_host(
     assert {headers.get("Authorization") for _, headers in server.requests} == {value}
 
 
+@pytest.mark.parametrize(
+    "user", ["", "me:HIDDEN@", "me%40host:a%2Fb%3Ac@", "m%C3%A9:%20@"], ids=str.__str__
+)
 def test_a_proxy_of_the_environment_is_asked(
-    server: Any, monkeypatch: pytest.MonkeyPatch, local: Any
+    server: Any, monkeypatch: pytest.MonkeyPatch, local: Any, user: str
 ) -> None:
-    """A host that only a proxy knows is read through it."""
-    monkeypatch.setenv("http_proxy", server.url)
+    """A host that only a proxy knows is read through it, and urllib tells the proxy the same."""
+    monkeypatch.setenv("http_proxy", server.url.replace("//", f"//{user}"))
     monkeypatch.setenv("no_proxy", "")
 
     def fault(handler: Any) -> bool:
@@ -892,6 +906,11 @@ def test_a_proxy_of_the_environment_is_asked(
 
     server.fault = fault
     assert same(state("http://inside.invalid/model"), local[0][0])
+    asked = {headers.get("Proxy-Authorization") for _, headers in server.requests}
+    server.requests.clear()
+    urllib.request.build_opener().open("http://inside.invalid/model/config.json").close()
+    ((_, theirs),) = server.requests
+    assert asked == {theirs.get("Proxy-Authorization")}
 
 
 def test_a_real_s3_server(server: Any, local: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,9 @@ def digest_of(
     for name, other in ties.items():
         if other in found and (names is None or name in names):
             found[name] = found[other]
+    if names is not None:
+        for other in {*ties.values()} - {*names}:  # looked at for another name alone
+            found.pop(other, None)
     return ModelDigest(found, (rank,))
 
 
