@@ -18,6 +18,7 @@ from vllm_module.errors import (
     ModelNotReadyError,
     UnexpectedWeightError,
 )
+from vllm_module.weights.changes import Changes
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -160,3 +161,27 @@ def test_a_tied_tensor_is_not_compared_with_one_that_did_not_fit(bad, streamed: 
     report = refused.value.report
     assert [problem.name for problem in report.misshapen] == ["embed.weight"]
     assert report.loaded["head.weight"] == ["head.weight"]
+
+
+SLOTS = ("gate", "up")
+
+
+@pytest.mark.parametrize("sent", [("gate",), ("up",), SLOTS], ids=str)
+@pytest.mark.parametrize("loaded", [(), ("gate",), ("up",), SLOTS], ids=str)
+def test_elements_go_where_all_of_the_others_are_loaded(
+    loaded: tuple[str, ...], sent: tuple[str, ...]
+) -> None:
+    """A part of a fused tensor is refused unless each slot that it is of holds values."""
+    layer = tree.MLP().gate_up_proj
+    layer.update_weights({f"{slot}_proj.weight": torch.ones(12, 8) for slot in loaded})
+    name, rows = ("weight", 24) if sent == SLOTS else (f"{sent[0]}_proj.weight", 12)
+    changes = Changes(torch.tensor([3, 60]), torch.tensor([5.0, 6.0]), (rows, 8))
+    if not set(sent) <= set(loaded):
+        with pytest.raises(WeightLoadError, match="nothing was loaded before: send the tensor"):
+            layer.update_weights({name: changes})
+        return
+    layer.update_weights({name: changes})
+    expected = torch.ones(rows * 8)
+    expected[[3, 60]] = torch.tensor([5.0, 6.0])
+    part = layer.weight[12:] if sent == ("up",) else layer.weight[:rows]
+    assert torch.equal(part.flatten(), expected)

@@ -14,6 +14,7 @@ from torch import nn
 from vllm_module import vLLMModule
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, SiluAndMul
+from vllm_module.parameters import Dim, ModelWeightParameter, Slot
 from vllm_module.quantization import ONLINE, EightBitMethod
 from vllm_module.testing.checkpoints import assert_same_state, state
 
@@ -58,6 +59,37 @@ def test_a_forward_pass_without_the_check_reads_no_memory_that_nothing_filled(sc
         assert filled.isnan().all()
     else:
         torch.testing.assert_close(filled, x, rtol=0.1, atol=0.02)  # FP8 activations
+
+
+PADDED = Dim((Slot("g", 3, 2, 4), Slot("u", 5, 2, 6)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("first", ["g", "u"])
+def test_padding_is_zero_however_few_slots_were_filled(first: str, rank: int) -> None:
+    """A slot that nothing filled is NaN, and what no checkpoint fills is zero at once."""
+    place = {"tp_rank": rank, "tp_size": 2, "dtype": torch.float32}
+
+    class Padded(vLLMModule):
+        shard_names = ("g", "u")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = ModelWeightParameter(PADDED, Dim.whole(2), **place)
+
+    stored = {"g.weight": torch.ones(3, 2), "u.weight": torch.full((5, 2), 2.0)}
+    whole = torch.zeros(2, 5, 2)
+    for at in (0, 1):  # rows of a slot are dealt out in parts of 2 and 3
+        whole[at, :2] = torch.tensor([[1.0], [1.0 - at]])
+        whole[at, 2:5] = torch.tensor([[2.0], [2.0], [2.0 - 2 * at]])
+    module = Padded()
+    module.update_weights({f"{first}.weight": stored[f"{first}.weight"]})
+    expected = whole[rank].clone()
+    unfilled = expected[2:] if first == "g" else expected[:2]
+    unfilled[unfilled != 0] = torch.nan
+    torch.testing.assert_close(module.weight.data, expected, rtol=0, atol=0, equal_nan=True)
+    module.update_weights(stored)
+    assert torch.equal(module.weight, whole[rank])
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -21,7 +21,7 @@ from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
 from vllm_module.runtime import replica
 from vllm_module.weights.source import find_source
-from vllm_module.weights.stores import store
+from vllm_module.weights.stores import store, stored_bytes
 
 TOKEN = "a-token-of-a-test"
 _SIZES = {
@@ -162,6 +162,22 @@ def test_an_update_in_the_middle_ends_the_load(folders: dict[str, Path]) -> None
         llm.sleep(level=2)
         with pytest.raises(WeightReadError, match="409"):
             loaded(server.url)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gpt_oss"])
+def test_a_tensor_that_was_sent_before_is_sent_as_it_is_now(
+    folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor is the last that is read before an update of it, and the first after that."""
+    monkeypatch.setattr(stored_bytes, "_FIRST_BYTES", 512)  # as if the file were a large model's
+    with engine(folders[kind]) as llm, llm.serve_weights(token=TOKEN) as server:
+        with opened(server.url) as checkpoint:
+            before = {name: handle.read() for name, handle in checkpoint.items()}
+        for name, tensor in before.items():
+            for expected in (tensor + 1, tensor + 2):
+                llm.update_weights({name: expected})
+                with opened(server.url) as checkpoint:
+                    assert torch.equal(checkpoint[name].read(), expected), name
 
 
 def test_without_the_token_there_is_nothing(

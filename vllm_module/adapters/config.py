@@ -102,6 +102,8 @@ class AdapterConfig(Settings):
         modules = self.target_modules
         if modules is None or self._matches(self.exclude_modules, module):
             return False
+        if isinstance(modules, frozenset) and module in modules:
+            return True  # a whole name, which layers_to_transform does not change
         chosen = isinstance(modules, str) or self._is_chosen_layer(module)
         return chosen and self._matches(modules, module)
 

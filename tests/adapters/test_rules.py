@@ -1,0 +1,93 @@
+"""Which modules an adapter is for, and with which rank and scale: by the functions of PEFT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+
+from vllm_module.adapters import adapter_config
+
+MODULES = [
+    "lm_head",
+    "q_proj",
+    "model.layers.1.self_attn.q_proj",
+    "model.layers.1.self_attn.k_proj",
+    "model.layers.11.self_attn.q_proj",
+    "model.layers.1.mlp.up_proj",
+    "model.layers.2.mlp.experts.1.up_proj",
+    "model.my_q_proj",
+    "model.q_proj.k_proj",
+    "model.h.1.c_attn",
+    "encoder.1.layers.3.q_proj",
+]
+PATTERNS = [
+    "q_proj",
+    "q_proj|k_proj",
+    "k_proj|up",
+    "self_attn.q_proj",
+    r"layers\.1\..*",
+    r"layers\.1\.mlp\.up_proj",
+    r".*up_proj",
+    "proj",
+    "model",
+    r"[^.]*\.q_proj",
+    r"(self_attn\.)?k_proj",
+    "^lm_head",
+]
+
+
+@pytest.mark.parametrize("first", PATTERNS)
+@pytest.mark.parametrize("second", PATTERNS)
+def test_ranks_and_scales(first: str, second: str) -> None:
+    """The first pattern that fits decides; it fits whole components up to the end of a name."""
+    patterns = dict.fromkeys((first, second))
+    ranks, alphas = ({p: n + at for at, p in enumerate(patterns)} for n in (2, 7))
+    ours = adapter_config(
+        {"r": 5, "lora_alpha": 11, "rank_pattern": ranks, "alpha_pattern": alphas}, "a"
+    )
+    for module in MODULES:
+        rank = ranks.get(get_pattern_key(ranks.keys(), module), 5)
+        alpha = alphas.get(get_pattern_key(alphas.keys(), module), 11)
+        assert (ours.rank(module), ours.scale(module)) == (rank, alpha / rank), module
+
+
+TARGETS: list[Any] = [
+    ["q_proj"],
+    ["q_proj", "lm_head"],
+    ["self_attn.q_proj", "model.h.1.c_attn"],
+    ["roj"],
+    r".*\.(q|k)_proj",
+    r"model\.layers\.1\..*",
+    "q_proj|lm_head",
+    [],
+    "",
+]
+EXCLUDED: list[Any] = [None, ["lm_head"], ["self_attn.q_proj"], r".*layers\.1\..*", "q_proj"]
+LAYERS: list[dict[str, Any]] = [
+    {},
+    {"layers_to_transform": 1},
+    {"layers_to_transform": [1, 2]},
+    {"layers_to_transform": []},
+    {"layers_to_transform": [1, 3], "layers_pattern": "layers"},
+    {"layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+    {"layers_to_transform": [1], "layers_pattern": ""},
+    {"layers_to_transform": [1], "layers_pattern": "experts"},
+]
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=str)
+@pytest.mark.parametrize("excluded", EXCLUDED, ids=str)
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_targets(targets: Any, excluded: Any, layers: dict[str, Any]) -> None:
+    """A name, an expression or layers' numbers choose a module, or leave it out."""
+    asked = {"target_modules": targets, "exclude_modules": excluded}
+    asked |= {} if isinstance(targets, str) else layers  # PEFT refuses both
+    theirs = peft.LoraConfig(**asked)
+    ours = adapter_config({"r": 8, "lora_alpha": 8, **asked}, "a")
+    for module in MODULES:
+        chosen = bool(check_target_module_exists(theirs, module))
+        assert ours.targets(module) == chosen, module
