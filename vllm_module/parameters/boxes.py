@@ -22,20 +22,26 @@ def boxes_of(
 ) -> list[HeldBox]:
     """Return the boxes of a rank's pieces; those of experts that follow each other are one."""
     boxes: list[HeldBox] = []
-    expert: int | None = None
+    # The last box of each place beside its expert. Ranks that hold the same join the same, whatever
+    # each of them holds besides.
+    last: dict[tuple[object, ...], int] = {}
+    first: int | None = None  # expert
     for piece in pieces:
         computed = tuple(
             Made(attr, _strided(other.region(piece.at[: len(other.dims)]), other, of_expert))
             for attr, other in made.items()
         )
-        follows = parameter.experts is not None and expert not in (None, piece.at[0])
-        expert = piece.at[0]
+        first = piece.at[0] if first is None else first
+        follows = parameter.experts is not None and piece.at[0] != first
         for box in _of_piece(piece, parameter, sizes, computed, of_expert):
-            joined = _joined(boxes[-1], box) if follows else None
-            if joined is None:
+            beside = box.start[1:], box.size[1:], box.view
+            at = last.get(beside) if follows else None
+            joined = None if at is None else _joined(boxes[at], box)
+            if at is None or joined is None:
+                last[beside] = len(boxes)
                 boxes.append(box)
             else:
-                boxes[-1] = joined
+                boxes[at] = joined
     return boxes
 
 
