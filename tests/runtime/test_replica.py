@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,6 +230,18 @@ def test_clients_beyond_the_limit_are_cut_off(
                 continue
     for each in silent:
         each.close()
+
+
+def test_digests_of_the_files_are_not_served(folders: dict[str, Path], tmp_path: Path) -> None:
+    """An update makes them those of other weights."""
+    folder = shutil.copytree(folders["llama"], tmp_path / "model")
+    (folder / "digests.json").write_text("{}")
+    served = replica.WeightServer(
+        SimpleNamespace(size=1), folder, nullcontext, lambda: "0", "127.0.0.1", 0, TOKEN
+    )  # type: ignore[arg-type]
+    with served:
+        assert served.size_of("config.json")
+        assert served.size_of("digests.json") is None
 
 
 def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:

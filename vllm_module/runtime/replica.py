@@ -43,6 +43,7 @@ PIECE = 4 << 20  # bytes that are taken between two steps
 _CLIENTS = 64  # at once; the connections of others are closed
 _IDLE = 30.0  # seconds that a client may take for a request or for a part of an answer
 _FILE = "model.safetensors"
+_OF_FILES = (".index.json", "digests.json")  # of the folder's weights, which may be others by now
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -247,7 +248,7 @@ class WeightServer:
         self._small = {
             path.name: path.read_bytes()
             for path in sorted(folder.iterdir())
-            if is_small(path.name) and path.is_file() and not path.name.endswith(".index.json")
+            if is_small(path.name) and path.is_file() and not path.name.endswith(_OF_FILES)
         }
         self._served, self._closed = version(), False
         handler = type("Handler", (_Handler,), {"weights": self})
