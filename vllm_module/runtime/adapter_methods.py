@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_module.base.messages import shorten
+from vllm_module.build.model_source import ModelSource
 from vllm_module.runtime.arguments import check_type
 from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.merged_weights import merged_weights
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.served_adapter import AdapterMemory, LoRARequest, ServedAdapter
 from vllm_module.runtime.text.prompts import Prompt
@@ -21,6 +23,8 @@ class AdapterMethods:
 
     engine: Engine
     executor: Executor
+    source: ModelSource
+    _update_named: Callable[..., None]
     _adapter_numbers: Iterator[int]
 
     def load_adapter(self, name: str, path: str | Path) -> ServedAdapter:
@@ -62,11 +66,7 @@ class AdapterMethods:
         with self.engine.alone():
             self.executor.check()
             adapter = self.engine.adapter(name)
-            used = sum(each.adapter is adapter for each in self.engine.requests.values())
-            if used:
-                raise RuntimeError(
-                    f"{used} requests use the adapter {shorten(name)}: wait for them, or abort them"
-                )
+            self._refuse_used(adapter)
             del self.engine.adapters[name]
             self._memory().drop(adapter)
 
@@ -91,10 +91,46 @@ class AdapterMethods:
             self.executor.update_adapter(adapter.number, dict(weights))
             adapter.updates += 1  # requests from now on look for other pages
 
+    def merge_adapter(self, name: str) -> None:
+        """Add an adapter to the model's weights, on every rank, and unload it.
+
+        From now on all requests are computed with it; other adapters add to the sums. The stored
+        tensors have the bits of PEFT's ``merge_and_unload``, and are written by
+        :meth:`update_weights`. Until then, host memory holds those that change.
+
+        Raises:
+            ValueError: there is no adapter of this name.
+            RuntimeError: requests use it, or the engine sleeps.
+            UnsupportedModelError: the model is quantized, or another model would be computed (an
+                adapter of an embedding that is tied to the head).
+            WeightLoadError: a sum is no number of its dtype; nothing was changed.
+
+        """
+        with self.engine.alone():
+            self.executor.check()
+            adapter = self.engine.adapter(name)
+            self._refuse_used(adapter)
+            if "weights" in self.executor.sleeping:
+                raise RuntimeError("the engine sleeps: wake_up() first")
+            if not adapter.in_memory:
+                self._load(adapter)
+            weights = merged_weights(self.source, self.executor, adapter)
+            self._update_named(f"merging the adapter {shorten(name)}", weights)
+            del self.engine.adapters[name]
+            self._memory().drop(adapter)
+
     def list_adapters(self) -> list[ServedAdapter]:
         """Return the adapters that were loaded, in memory or not, in the order of loading."""
         with self.engine.reading():
             return list(self.engine.adapters.values())
+
+    def _refuse_used(self, adapter: ServedAdapter) -> None:
+        used = sum(each.adapter is adapter for each in self.engine.requests.values())
+        if used:
+            raise RuntimeError(
+                f"{used} requests use the adapter {shorten(adapter.name)}: wait for them, or abort "
+                "them"
+            )
 
     def _memory(self) -> AdapterMemory:
         memory = self.engine.adapter_memory

@@ -36,6 +36,7 @@ from vllm_module.core.layout_of import layout_of_module
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layout import Layout
 from vllm_module.weights.hub import is_small
+from vllm_module.weights.region import Region
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,20 @@ class HeldFile:
             if first < last:
                 parts.append(self._bytes(tensor, first, last))
         return b"".join(parts)
+
+    def regions(self) -> dict[str, Region]:
+        """Return name, shape and dtype of each tensor, to plan with."""
+        return {
+            each.name: Region.of(
+                each.name, torch.empty(each.shape, dtype=each.dtype, device="meta")
+            )
+            for each in self._tensors
+        }
+
+    def take(self, name: str) -> torch.Tensor:
+        """Return a copy of a tensor, in host memory; call it between two steps."""
+        tensor = next(each for each in self._tensors if each.name == name)
+        return self._take(tensor, 0, tensor.shape[0] if tensor.shape else 1).view(tensor.shape)
 
     def forget(self) -> None:
         """Take all bytes from the parameters again."""

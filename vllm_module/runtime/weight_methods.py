@@ -83,8 +83,17 @@ class WeightMethods:
             self.executor.check()
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
-            self._change("an update of the weights", self._update, weights, digests)
-            self._name_weights(weight_version)
+            self._update_named("an update of the weights", weights, digests, weight_version)
+
+    def _update_named(
+        self,
+        what: str,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        digests: Mapping[str, str] | None = None,
+        version: str | None = None,
+    ) -> None:
+        self._change(what, self._update, weights, digests)
+        self._name_weights(version)
 
     def _update(
         self,

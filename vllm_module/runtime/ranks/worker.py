@@ -337,6 +337,10 @@ class Worker:
         adapter.update(base_names(weights, adapter.config))
         self._adapter_rows.updates += 1
 
+    def call_with_adapter(self, number: int, function: Callable[[Adapter], Any]) -> Any:
+        """Return what a function returns for this rank's part of an adapter."""
+        return function(self._adapters[number])
+
     def weights_state(self) -> tuple[str | None, bool]:
         """Return why the model refuses to run, or None, and whether the last update was whole."""
         try:
