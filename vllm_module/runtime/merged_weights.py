@@ -40,8 +40,9 @@ def merged_weights(
         held = HeldFile(executor.apply_model)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            "an adapter is merged into weights as a checkpoint stores them, and these are quantized: "
-            "merge it into the checkpoint, by vllm-module convert --adapter, and quantize the result"
+            "an adapter is merged into weights as a checkpoint stores them, and these are "
+            "quantized: merge it into the checkpoint, by vllm-module convert --adapter, and "
+            "quantize the result"
         ) from error
     of_adapter = HeldFile(call)
     present = frozenset[str]().union(*cast(list[frozenset[str]], call(_present)))
