@@ -123,6 +123,30 @@ def test_stop_strings_and_usage_at_the_end(server: Any) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+def test_usage_in_each_chunk(server: Any, chat: bool) -> None:
+    """With vLLM's continuous_usage_stats, chunks count the tokens whose ids they have brought."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    body: Any = {"model": "tiny", "stream": True, "stream_options": options, "max_tokens": 9}
+    body |= {"temperature": 0, "extra_body": {"return_token_ids": True}}
+    client = server.client()
+    if chat:
+        create = client.chat.completions.create
+        chunks = [*create(messages=[{"role": "user", "content": "hello"}], **body)]
+    else:
+        chunks = [*client.completions.create(prompt="hello", **body)]
+    brought = 0
+    for chunk in chunks:
+        brought += sum(len(getattr(choice, "token_ids", None) or []) for choice in chunk.choices)
+        assert chunk.usage.completion_tokens == brought
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + brought
+    assert brought == 9
+    assert not chunks[-1].choices
+    body["stream_options"] = {"continuous_usage_stats": True}  # of a usage that is not asked for
+    if not chat:
+        assert all(chunk.usage is None for chunk in client.completions.create(prompt="a", **body))
+
+
 REFUSED = [
     ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported here: leave it out"),
     ({"prompt": "a", "best_of": 2}, "best_of", "best_of is not supported here"),

@@ -57,20 +57,23 @@ class _Answer:
         return {**self._head, "choices": choices, "usage": usage}
 
     async def events(self) -> Events:
+        options = self._body.stream_options
+        generation = self._conversation.generation
+        counted = options is not None and options.in_each
         async with aclosing(self._conversation.turns()) as turns:
             async for piece, deltas in turns:
                 if piece.first:
                     delta = {"role": "assistant", "content": ""}
                     choice = {"index": piece.index, "delta": delta, "logprobs": None}
-                    yield {**self._head, "choices": [{**choice, "finish_reason": None}]}
+                    usage = {"usage": generation.usage(generated=False)} if counted else {}
+                    yield {**self._head, "choices": [{**choice, "finish_reason": None}], **usage}
                 choice = self._choice(piece, "delta", self._message(piece.index, deltas))
                 shown = ("delta", "logprobs", "finish_reason", "token_ids")
                 if any(choice[key] for key in shown):
-                    yield {**self._head, "choices": [choice]}
-        options = self._body.stream_options
+                    usage = {"usage": generation.usage()} if counted else {}
+                    yield {**self._head, "choices": [choice], **usage}
         if options is not None and options.include_usage:
-            usage = self._conversation.generation.usage()
-            yield {**self._head, "choices": [], "usage": usage}
+            yield {**self._head, "choices": [], "usage": generation.usage()}
 
     def _message(self, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return what is new of a message: content, reasoning and complete calls."""

@@ -64,12 +64,14 @@ class _Answer:
         return {**self._head, "choices": choices, "usage": usage}
 
     async def events(self) -> Events:
+        options = self._body.stream_options
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 choice = self._choice(delta)
                 if any(choice[key] for key in ("text", "logprobs", "finish_reason", "token_ids")):
-                    yield {**self._head, "choices": [choice], "usage": None}
-        options = self._body.stream_options
+                    counted = options is not None and options.in_each
+                    usage = self._generation.usage(self._generates) if counted else None
+                    yield {**self._head, "choices": [choice], "usage": usage}
         if options is not None and options.include_usage:
             usage = self._generation.usage(self._generates)
             yield {**self._head, "choices": [], "usage": usage}
