@@ -233,7 +233,8 @@ class Adapter(AdapterModule):
             tensor = cast(BasevLLMParameter, location.tensor)
             # One pass, and padding is zero. Torch starts threads for longer sums, which take a
             # millisecond each where the cores are busy.
-            if all(math.isfinite(part.sum().item()) for part in tensor.data.view(-1).split(_FEW)):
+            parts = torch.split(tensor.data.view(-1), _FEW)
+            if all(math.isfinite(part.sum().item()) for part in parts):
                 continue
             for slot in tensor.slots:
                 refuse_infinite(location.stored_name(slot), tensor.region(slot))
