@@ -104,7 +104,7 @@ def lora_expand_triton(
     if not places * groups * outputs * rank:
         return
     height = tile_rows(places, groups)
-    width = 128 if b.itemsize == 2 else 64
+    width = 128 if b.itemsize == 2 else 32
     # A slice may end with a tile that is not full.
     tiles = outputs // width + slices
     _expand[tiles_of(places, groups, height) * tiles,](
