@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from vllm_module.adapters import attach, detach, open_adapter
 from vllm_module.distributed import pipeline_parallel, run_ranks
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.layers.lora import AdapterRows
+from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.lora_slots import AdapterSlots
 
 CPU = torch.device("cpu")
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
@@ -25,17 +26,32 @@ adapt, load_base, load_adapter = SUPPORT["adapt"], SUPPORT["load_base"], SUPPORT
 logits_of = SUPPORT["logits_of"]
 
 
-def assert_as_peft(tuned: Any, ranks: int, **settings: Any) -> None:
-    """Compare logits with and without the adapter, and the base's after it is gone."""
+def assert_as_peft(tuned: Any, ranks: int, slots: bool = False, **settings: Any) -> None:
+    """Compare logits with and without the adapter, and the base's after it is gone.
+
+    With ``slots``, what devices compute with is computed by its references.
+    """
 
     def rank(_: int) -> tuple[torch.Tensor, ...]:
-        base, rows = load_base(tuned.base, **settings), AdapterRows()
+        base, rows = (
+            load_base(tuned.base, **settings),
+            AdapterRows(AdapterSlots(3) if slots else None),
+        )
         before = logits_of(base, tuned.ids)
         adapter = load_adapter(base, tuned.adapter)
         attach(adapter, 5, rows)
-        rows.set({0: 5}, [0, len(tuned.ids)], CPU)
+
+        def choose(adapters: dict[int, int]) -> None:
+            if rows.slots is None:
+                rows.set(adapters, [0, len(tuned.ids)], CPU)
+            else:
+                rows.slots.place([8])  # in the first slot, and of no layer
+                slot = rows.slots.place([5])[5] if adapters else -1
+                rows.set_slots(torch.full((len(tuned.ids),), slot, dtype=torch.int32))
+
+        choose({0: 5})
         with_it = logits_of(base, tuned.ids)
-        rows.set({}, [0, len(tuned.ids)], CPU)
+        choose({})
         without = logits_of(base, tuned.ids)
         detach(adapter, 5)
         return before, with_it, without, logits_of(base, tuned.ids)
@@ -54,6 +70,12 @@ def test_family(tuned: Callable[[str], Any], family: str, ranks: int) -> None:
     assert_as_peft(tuned(family), ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_in_slots(tuned: Callable[[str], Any], family: str, ranks: int) -> None:
+    assert_as_peft(tuned(family), ranks, slots=True)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_more_ranks_than_key_value_heads(tuned: Callable[[str], Any], family: str) -> None:
     assert_as_peft(tuned(family), 4)
@@ -61,7 +83,8 @@ def test_more_ranks_than_key_value_heads(tuned: Callable[[str], Any], family: st
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_expert_parallel(tuned: Callable[[str], Any], family: str) -> None:
-    assert_as_peft(tuned(family), 2, enable_expert_parallel=True)
+    for slots in (False, True):
+        assert_as_peft(tuned(family), 2, slots, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -96,6 +119,7 @@ def test_experts_one_by_one(tuned: Callable[[str], Any], tmp_path: Path, ranks: 
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     again = Tuned(packed.base, tmp_path, packed.ids, packed.base_logits, packed.logits)
     assert_as_peft(again, ranks)
+    assert_as_peft(again, ranks, slots=True)
     config["alpha_pattern"] = {r"experts\.2\.w1": 3, **config["alpha_pattern"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     base = load_base(packed.base)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # absent with -P
 
-from compilation import attention, caches, experts, products, recurrent, rows, table
+from compilation import adapters, attention, caches, experts, products, recurrent, rows, table
 from compilation.candidates import (
     ATTENTION,
     OF_EACH_KIND,
@@ -31,7 +31,7 @@ from vllm_module.kernels.matmul import matmul_configurations, scaled_matmul
 
 __all__ = ["E4M3", "FP32", "launching", "meta", "specialized"]  # tests import them
 
-KINDS = attention, caches, rows, products, experts, recurrent
+KINDS = attention, caches, rows, products, experts, adapters, recurrent
 # For architectures of 8.0 only what needs no FP8.
 CASES: Cases = {name: launch for kind in KINDS for name, launch in kind.CASES.items()}
 HOPPER: Cases = {
@@ -45,7 +45,7 @@ SHORT = {
         "attention 128", "attention 512",
         "quantize to int8 by tensor", "quantize to int8 by token", "multiply int8, 256",
         "packed nf4, 256, 4 bits, groups of 64, bf16", "grouped bf16, 64", "grouped mxfp4, 64",
-        "grouped packed awq, 128",
+        "grouped packed awq, 128", "adapters, 2048 tokens, rank 64",
     ),
     90: (
         "attention 128", "attention 320, fp32", "attention 320, e4m3, everything",
@@ -66,6 +66,8 @@ SHORT = {
         "route to 512", "route to 256 in groups", "experts' rows", "grouped fp8, 128, by block",
         "grouped fp32, 128", "grouped fp8, 128, by block, tiles, descriptors",
         "grouped mxfp4, 64", "grouped packed awq, 128", "grouped packed gptq in no order, 64",
+        "adapters, 32 tokens", "adapters, 2048 tokens, rank 64",
+        "adapters, 2048 tokens, fp32, rank 64", "adapters of 128 experts", "adapters of heads",
         "convolve, fp32", "scan, single tokens", "scan, 256 numbers", "delta rule, single tokens",
         "delta rule, prompts",
     ),

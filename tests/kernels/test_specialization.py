@@ -34,6 +34,8 @@ BUCKETS = {
     "_combine": 2 + 1,  # of attention's splits, of values and of latents, and of experts
     "_multiply_groups": 4 * 3,  # tiles of 16, 32, 64 and 128 rows; bfloat16, by row and by block
     "_multiply_mxfp4": 4,
+    "_shrink": 2,  # tiles of 16 and of 64 rows
+    "_expand": 2,
     # By token, by groups, by given scales; by tensor, whole tiles of 2, 4 and 8 rows, and parts.
     "_quantize_tiles": 3 + 4,
     "_largest": 1,
@@ -45,6 +47,7 @@ from collections import defaultdict
 
 sys.path.insert(0, sys.argv[1])
 import torch
+from compilation.adapters import adapted
 from compiling import E4M3, FP32, launching, meta, specialized
 from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_triton, act_and_mul_triton, swiglu_oai_and_mul_triton
@@ -144,6 +147,7 @@ def step(sequences, tokens, pages):
         product(x, block)
     packed_product(x)
     mixture(x, tokens)
+    adapted(tokens)()
     narrow, one = meta(tokens, hidden, dtype=E4M3), meta(1, 1, dtype=FP32)
     quantize_triton(x, narrow, one, tokens, hidden)
     quantize_static_triton(x, narrow, one.expand(tokens, 1), 1, hidden)

@@ -166,7 +166,7 @@ def of_the_step_before(self: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
 
 
 def of_the_largest_graph(self: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
-    return self._firsts[(None, True), SEQUENCES][-len(logits) :]
+    return self._firsts[(False, True), SEQUENCES][-len(logits) :]
 
 
 @pytest.mark.parametrize("fault", [of_other_rows, of_the_step_before, of_the_largest_graph])

@@ -87,7 +87,7 @@ class Both:
             KVCache.move(self.stored, inputs.pages)
         expected = self.plain.run(inputs, sampled)
         prompts = inputs.max_query_len > 1
-        self.replayed.append(self.graphs._graph_size(inputs, (None, False)) if prompts else None)
+        self.replayed.append(self.graphs._graph_size(inputs, (False, False)) if prompts else None)
         with self.present():
             if sampled is not None:
                 sampled = type(self.graphs._tables)(sampled)
@@ -261,8 +261,8 @@ def test_sizes_are_few_and_waste_little(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def faulty_parts(change: Callable[[list[Any], StepInputs], None]) -> Any:
-    def parts(self: ModelRunner, inputs: StepInputs, tokens: int, sequences: int) -> Any:
-        made = PARTS(self, inputs, tokens, sequences)
+    def parts(self: ModelRunner, inputs: StepInputs, tokens: int, *others: Any) -> Any:
+        made = PARTS(self, inputs, tokens, *others)
         if len(made[0]) > len(inputs.input_ids) > 0:
             change(made, inputs)
         return made
@@ -283,9 +283,9 @@ def shifted_sequences(parts: list[Any], inputs: StepInputs) -> None:
     parts[6] = array("q", [*parts[6][1:], parts[6][0]])
 
 
-def zero_tokens(self: ModelRunner, kind: Any, step: list[torch.Tensor]) -> Any:
+def zero_tokens(self: ModelRunner, kind: Any, step: list[torch.Tensor], slots: Any) -> Any:
     """A graph of a prompt reads tokens that no step writes."""
-    return COMPUTE(self, kind, step if kind[1] else [step[0] * 0, *step[1:]])
+    return COMPUTE(self, kind, step if kind[1] else [step[0] * 0, *step[1:]], slots)
 
 
 def no_tables(self: ModelRunner, step: Any, longest: int, *rest: Any) -> Any:

@@ -20,7 +20,7 @@ from vllm_module.config import EngineConfig
 from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d
 from vllm_module.kernels.recurrent.mamba2_scan import mamba2_scan
 from vllm_module.layers import Attention, AttentionMetadata, RecurrentLayer
-from vllm_module.layers.lora import AdapterRows
+from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes, state_layers
@@ -220,7 +220,7 @@ def test_padding_changes_no_state() -> None:
         served.runner.run(
             StepInputs([5] * 3, [0] * 3, slots, [1] * 3, [0, 1, 2, 3], rows, pages, 1, [0, 1, 2], 1)
         )
-    assert served.runner._graphs[(None, True), 4].replays == 1
+    assert served.runner._graphs[(False, True), 4].replays == 1
     for states in served.states._states:
         assert (states.memory[:, 0] == 7).all()
         assert not (states.memory[:, 1:] == 7).all()

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vllm_module import vLLMModule
 from vllm_module.config import EngineConfig
-from vllm_module.layers.lora import AdapterRows
+from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.ranks import worker as workers

@@ -27,7 +27,9 @@ from vllm_module.errors import UnsupportedModelError, WeightLoadError, WeightRea
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import ExpertsLinear, Router
 from vllm_module.layers.linear import LinearBase
-from vllm_module.layers.lora import AdapterRows, LayerAdapters, LowRank, LowRankPart
+from vllm_module.layers.lora import LayerAdapters
+from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.low_rank import LowRank, LowRankPart
 from vllm_module.parameters import (
     BasevLLMParameter,
     Common,
@@ -132,7 +134,8 @@ class LoRALayer(AdapterModule):
                             self._scale(slots, rank.length),
                         )
                     )
-        return LowRank(a.data, b.data, tuple(parts))
+        ends = [each.offset + each.padded for each in outputs]
+        return LowRank(a.data, b.data, tuple(parts), tuple(ends if len(ranks) > 1 else ends[-1:]))
 
     def _scale(self, slots: Sequence[str], rank: int) -> float:
         """Return the factor that these slots share."""
@@ -349,13 +352,26 @@ class Adapter(AdapterModule):
                 yield each
 
 
-def attach(adapter: Adapter, number: int, rows: AdapterRows) -> None:
-    """Let the layers of the base add what ``adapter`` computes to the rows that ``rows`` names."""
-    for layer in adapter.layers():
-        (base,) = layer.base
-        if base.adapters is None:
-            base.adapters = LayerAdapters(rows)
-        base.adapters.weights[number] = layer.low_rank()
+def attach(adapter: Adapter, number: int, rows: AdapterRows, max_rank: int | None = None) -> None:
+    """Let the layers of the base add what ``adapter`` computes to the rows that ``rows`` names.
+
+    Raises ``UnsupportedModelError`` if they cannot, or if a rank is larger than ``max_rank``; then
+    nothing has changed.
+    """
+    found = [(layer.base[0], layer.low_rank()) for layer in adapter.layers()]
+    rank = max(weights.rank for _, weights in found)
+    if max_rank is not None and rank > max_rank:
+        raise UnsupportedModelError(
+            f"the adapter has the rank {rank}, and max_lora_rank is {max_rank}: raise max_lora_rank"
+        )
+    try:
+        for base, weights in found:
+            if base.adapters is None:
+                base.adapters = LayerAdapters(rows)
+            base.adapters.attach(number, weights)
+    except BaseException:  # no memory for slots
+        detach(adapter, number)
+        raise
 
 
 def check_used(adapter: Adapter, number: int) -> None:
@@ -366,7 +382,7 @@ def check_used(adapter: Adapter, number: int) -> None:
     for path, layer in adapter.named_modules():
         if isinstance(layer, LoRALayer) and layer._parameters:
             adapters = layer.base[0].adapters
-            if adapters is None or number not in adapters.used:
+            if adapters is None or not adapters.has_used(number):
                 raise UnsupportedModelError(
                     f"{path} has an adapter, and its {type(layer.base[0]).__name__} does not add "
                     "what that computes: call the forward of the layer's base class, or merge the "
@@ -380,5 +396,5 @@ def detach(adapter: Adapter, number: int) -> None:
         (base,) = layer.base
         if base.adapters is not None:
             base.adapters.forget(number)
-            if not base.adapters.weights:
+            if not base.adapters.is_needed:
                 base.adapters = None

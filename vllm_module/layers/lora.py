@@ -8,83 +8,15 @@ B for each slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-Rows: TypeAlias = slice | torch.Tensor
-
-
-class LowRankPart(NamedTuple):
-    """The A and B of one slot, as ranges of the tensors of all slots.
-
-    Attributes:
-        rank: rows of A.
-        output: rows of B, and features of the layer's product.
-        scale: factor of B A.
-
-    """
-
-    rank: slice
-    output: slice
-    scale: float
-
-
-class LowRank(NamedTuple):
-    """What one adapter adds to one layer of this rank.
-
-    Attributes:
-        a: ``[ranks, input]``, of all slots one after the other; of experts, ``[experts, …]``.
-        b: ``[output, rank]``, or ``[experts, output, rank]``.
-        parts: where each slot's are.
-
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    parts: tuple[LowRankPart, ...]
-
-    def add(self, x: torch.Tensor, y: torch.Tensor, expert: int | None = None) -> None:
-        """Add to ``y [rows, output]``, in place, what the adapter computes of ``x [rows, input]``.
-
-        ``expert`` is the number of the rows' expert among this rank's.
-        """
-        a, b = (self.a, self.b) if expert is None else (self.a[expert], self.b[expert])
-        self._add_product(torch.mm(x, a.t()), b, y)
-
-    def add_columns(self, tokens: torch.Tensor, y: torch.Tensor) -> None:
-        """Add to ``y [rows, features]`` what an embedding's adapter has for ``tokens [rows]``."""
-        self._add_product(self.a.index_select(1, tokens).t(), self.b, y)
-
-    def _add_product(self, low: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
-        for rank, output, scale in self.parts:
-            size = rank.stop - rank.start
-            y[:, output].addmm_(low[:, rank], b[output, :size].t(), alpha=scale)
-
-
-class Places(NamedTuple):
-    """Rows of a step, in the order of their adapters, each of which has as many places.
-
-    Attributes:
-        rows: the row at each place, ``[adapters * most]``; any row where an adapter has fewer.
-        inverse: the place of each row; one behind the last for rows of the base.
-
-    """
-
-    rows: torch.Tensor
-    inverse: torch.Tensor
-
-    @classmethod
-    def of(cls, rows_of: Sequence[torch.Tensor], count: int, device: torch.device) -> Places:
-        """Return those of ``count`` rows, from the rows of each adapter."""
-        rows = pad_sequence([*rows_of], batch_first=True, padding_value=-1).view(-1)
-        held = rows >= 0
-        inverse = torch.full((count,), len(rows))
-        inverse[rows[held]] = torch.arange(len(rows))[held]
-        return cls(rows.clamp_(min=0).to(device), inverse.to(device))
+from vllm_module.layers.lora_rows import AdapterRows, Places, Rows
+from vllm_module.layers.lora_slots import SlotMemory
+from vllm_module.layers.low_rank import LowRank, LowRankPart
 
 
 class StackedLowRank(NamedTuple):
@@ -140,106 +72,63 @@ class StackedLowRank(NamedTuple):
             y[:, output] += added.index_select(0, places.inverse)
 
 
-class AdapterRows:
-    """Which rows of a step belong to the requests of which adapter.
-
-    Attributes:
-        groups: each adapter of the step, by its number, with its rows; none for the base model.
-        places: rows in the order of their adapters; ``None`` for one adapter, and where most rows
-            are one adapter's.
-        updates: how often an adapter of the model has been updated.
-
-    """
-
-    def __init__(self) -> None:
-        self.updates = 0
-        self.places: Places | None = None
-        self.groups: list[tuple[int, Rows]] = []
-        self._numbers = torch.empty(0, dtype=torch.int64)  # adapter of each row, on the host
-        self._of_row: torch.Tensor | None = None  # and on the device, once it is asked for
-
-    def set(self, adapters: Mapping[int, int], starts: list[int], device: torch.device) -> None:
-        """Set them for a step.
-
-        Args:
-            adapters: by index of a sequence, the number of its adapter, if it has one.
-            starts: the first row of each sequence, and the end of the last one's.
-            device: of the rows.
-
-        """
-        numbers = torch.full((starts[-1],), -1)
-        for sequence, adapter in adapters.items():
-            numbers[starts[sequence] : starts[sequence + 1]] = adapter
-        self._set(numbers, device)
-
-    def set_all(self, adapter: int | None, count: int, device: torch.device) -> None:
-        """Set all of ``count`` rows to one adapter, or to none."""
-        self._set(torch.full((count,), -1 if adapter is None else adapter), device)
-
-    def select(self, rows: list[int]) -> None:
-        """Go on with some rows of the step, such as those whose logits are computed."""
-        if self.groups:
-            self._set(self._numbers[rows], self._device)
-
-    def _set(self, numbers: torch.Tensor, device: torch.device) -> None:
-        self._numbers, self._device, self._of_row = numbers, device, None
-        self.groups, self.places = [], None
-        rows_of = {
-            adapter: (numbers == adapter).nonzero().view(-1)
-            for adapter in sorted({*numbers.tolist()} - {-1})
-        }
-        for adapter, rows in rows_of.items():
-            first, end = int(rows[0]), int(rows[-1]) + 1
-            whole = end - first == len(rows)
-            self.groups.append((adapter, slice(first, end) if whole else rows.to(device)))
-        counts = [len(rows) for rows in rows_of.values()]
-        if len(counts) > 1 and max(counts) * len(counts) <= 2 * sum(counts):
-            self.places = Places.of([*rows_of.values()], len(numbers), device)
-
-    def of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the adapter, or -1, of each of these rows of the step."""
-        if self._of_row is None:
-            self._of_row = self._numbers.to(self._device)
-        return self._of_row[tokens]
-
-    def check(self, rows: int) -> None:
-        """Raise ``RuntimeError`` if a layer is not given a row for each token of the step."""
-        if rows != len(self._numbers):
-            raise RuntimeError(
-                f"a layer with an adapter is given {rows} rows, and {len(self._numbers)} tokens: "
-                "adapters are for layers that compute a row for each token"
-            )
-
-
 class LayerAdapters:
     """The adapters of one layer.
 
     Attributes:
         rows: of the step; all layers of a model share it.
         weights: what each adapter adds, by its number; those that do not adapt the layer lack.
-        used: numbers of adapters that a step has added something of.
+        memory: on a device, the A and B of the adapters in slots.
 
     """
 
+    memory: SlotMemory | None = None
     _together: StackedLowRank | None = None
 
     def __init__(self, rows: AdapterRows) -> None:
         self.rows = rows
         self.weights: dict[int, LowRank] = {}
-        self.used: set[int] = set()
+        self._used: set[int] = set()
+        self._used_slots = False
+
+    def attach(self, number: int, weights: LowRank) -> None:
+        """Add what an adapter adds."""
+        if self.rows.slots is not None:
+            self.memory = self.rows.slots.memory_for(self.memory, self.weights, weights)
+        self.weights[number] = weights
 
     def forget(self, number: int) -> None:
         """Free what belongs to an adapter."""
         self.weights.pop(number, None)
-        self.used.discard(number)
+        self._used.discard(number)
         self._together = None
+
+    @property
+    def is_needed(self) -> bool:
+        """True if an adapter adapts the layer, or graphs use its memory."""
+        return bool(self.weights) or self.memory is not None
+
+    def has_used(self, number: int) -> bool:
+        """Return whether a step has added something of an adapter; of slots, that of any."""
+        return self._used_slots or number in self._used
+
+    def in_slots(self) -> tuple[SlotMemory, torch.Tensor] | None:
+        """Return the memory of slots and the slots of the step's rows; ``None`` on a CPU."""
+        if self.rows.in_slots is None:
+            return None
+        assert self.memory is not None
+        self._used_slots = True
+        return self.memory, self.rows.in_slots
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return ``y [..., output]`` with what adapters add for ``x [..., input]``."""
-        if not self.rows.groups:
+        if not self.rows.any:
             return y
         x, flat = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         self.rows.check(len(x))
+        if (in_slots := self.in_slots()) is not None:
+            in_slots[0].add(x, flat, self.rows.by_slot())
+            return flat.view(y.shape)
         present, places = self.present(), self.rows.places
         if places is not None and len(present) == len(self.rows.groups):
             key = (self.rows.updates, *[number for number, _, _ in present])
@@ -261,10 +150,16 @@ class LayerAdapters:
 
         Nothing is added to tokens that are ``elsewhere``: on another rank.
         """
-        if not self.rows.groups:
+        if not self.rows.any:
             return y
         tokens, flat = tokens.reshape(-1), y.reshape(-1, y.shape[-1])
         self.rows.check(len(tokens))
+        if (in_slots := self.in_slots()) is not None:
+            memory, slots = in_slots
+            if elsewhere is not None:
+                slots = slots.masked_fill(elsewhere.reshape(-1), -1)
+            memory.add_columns(tokens, slots, flat)
+            return flat.view(y.shape)
         for _, weights, rows in self.present():
             part = flat[rows]
             added = torch.zeros_like(part)
@@ -292,12 +187,16 @@ class LayerAdapters:
             y: rows in the order of their experts.
 
         """
-        if not self.rows.groups:
+        if not self.rows.any:
             return y
         if tokens is None:
             raise RuntimeError(
                 "experts with adapters are called without the token of each row: give tokens="
             )
+        if (in_slots := self.in_slots()) is not None:
+            memory, slots = in_slots
+            memory.add_experts(x, sources, slots[tokens], offsets, y)
+            return y
         adapters = self.rows.of(tokens)
         for number, weights, _ in self.present():
             chosen = (adapters == number).nonzero().view(-1)
@@ -315,5 +214,5 @@ class LayerAdapters:
         """Return the adapters of the step that adapt this layer, each with its rows."""
         weights = self.weights
         found = [(each, weights[each], rows) for each, rows in self.rows.groups if each in weights]
-        self.used.update([each for each, _, _ in found])
+        self._used.update([each for each, _, _ in found])
         return found

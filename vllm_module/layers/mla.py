@@ -44,8 +44,13 @@ class AdaptedHeads(NamedTuple):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply ``x [num_heads, tokens, input]``; return ``[num_heads, tokens, output]``."""
         y = torch.bmm(x, self.weight)
-        self.adapters.rows.check(x.shape[1])
-        for _, (a, b, parts), rows in self.adapters.present():
+        rows_of_step = self.adapters.rows
+        rows_of_step.check(x.shape[1])
+        if (in_slots := self.adapters.in_slots()) is not None:
+            heads = rows_of_step.by_slot(len(x))
+            in_slots[0].add_heads(x, y, heads, self.features, back=not self.gives_features)
+            return y
+        for _, (a, b, parts, _), rows in self.adapters.present():
             (part,) = parts
             of_heads = b.view(len(x), -1, b.shape[1])[:, self.features, : part.rank.stop]
             if self.gives_features:
@@ -116,7 +121,7 @@ class _OfHeads(ColumnParallelLinear):
         if any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
             return self._parts()
         parts = tuple(self.get_buffer(name) for name in self._computed)
-        if self.adapters is None or not self.adapters.rows.groups:
+        if self.adapters is None or not self.adapters.rows.any:
             return parts
         ranges = zip(parts, self._ranges(), strict=True)
         return tuple(AdaptedHeads(part, self.adapters, *each) for part, each in ranges)

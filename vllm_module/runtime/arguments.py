@@ -38,7 +38,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_config": (),
     "limit_mm_per_prompt": ({},),
     "logits_processors": ([],),
-    "max_lora_rank": (...,),
     "max_parallel_loading_workers": (...,),
     "max_seq_len_to_capture": (...,),
     "mm_processor_kwargs": ({},),

@@ -15,7 +15,7 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
-from vllm_module.layers.lora import AdapterRows
+from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, upload
@@ -23,9 +23,8 @@ from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, uplo
 _NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step without tokens
 _log = logging.getLogger(__name__)
 
-_Kind = tuple["int | None", bool]  # the adapter of all tokens, and whether a step only decodes
-# Of adapters: each takes some memory of the device.
-_MOST_ADAPTED = 32
+_Kind = tuple[bool, bool]  # whether a step has adapters, and whether it only decodes
+_PLAIN: _Kind = False, True
 
 # With more tokens, the device takes longer for a step than the host to launch its kernels.
 MOST_TOKENS = 2048
@@ -51,8 +50,8 @@ class ModelRunner:
     tokens. The next step that replays one overwrites its results. Nothing of a layout but the
     numbers of tokens and sequences is part of a graph, so a step is padded to the next of these
     sizes: with tokens whose cache slot is -1, where nothing is stored, and with sequences of
-    context 0. A graph of steps in which all requests have one adapter is captured when the first
-    such step comes; steps of several adapters, or of some, have none.
+    context 0. Graphs of steps with adapters are captured when the first step of their size comes,
+    and replay steps of any adapters: these are in slots, and a row's slot is one of the numbers.
 
     Args:
         model: this rank's model.
@@ -96,6 +95,8 @@ class ModelRunner:
         self._firsts: dict[tuple[_Kind, int], torch.Tensor] = {}  # the first token of each row
         self._without: set[_Kind] = set()  # kinds of steps that could not be captured
         self._first = torch.empty(0)  # those of the last graph
+        self._slots = self._adapters.slots  # of a device
+        self._layout = 0  # of the slots' memory, in the graphs of steps with adapters
         self._compiled = compiled
 
     @torch.inference_mode()
@@ -111,25 +112,26 @@ class ModelRunner:
 
         """
         count, sequences = len(inputs.input_ids), len(inputs.context_lens)
-        kind = self._kind(inputs)
-        size = None if kind is None else self._graph_size(inputs, kind)
-        replays_all = size is not None and inputs.max_query_len == 1  # logits, too
-        if (inputs.adapters or self._adapters.groups) and not replays_all:
+        kind = bool(inputs.adapters), inputs.max_query_len == 1
+        size = self._graph_size(inputs, kind)
+        if self._slots is None and (inputs.adapters or self._adapters.groups):
             self._adapters.set(inputs.adapters, inputs.query_start_loc, self.device)
-        if kind is None or size is None:
-            parts = self._parts(inputs, count, sequences)
+        if size is None:
+            parts = self._parts(inputs, count, sequences, kind)
             views = upload(parts, self.device)
         else:
-            parts = self._parts(inputs, size, self._sequences(size))
+            parts = self._parts(inputs, size, self._sequences(size), kind)
             packed = pack(parts, self.device)
             views = unpack(self._static[: len(packed)].copy_(packed, non_blocking=True), parts)
-        *step, rows, entries, pages = views
+        *step, slots, rows, entries, pages = views
         if len(entries):
             self._tables.view(-1).index_copy_(0, entries, pages)
         if sampled is not None:
             ids = step[0]
             torch.clamp(sampled.index_select(0, ids), min=0, out=ids)
-        if kind is None or size is None:
+        if size is None:
+            if self._slots is not None:
+                self._set_slots(kind, slots)
             # True if the step has all tokens of every context.
             fresh = inputs.max_query_len > 1 and sum(inputs.context_lens) == count
             metadata = self._metadata(step, inputs.max_query_len, inputs, fresh)
@@ -143,7 +145,9 @@ class ModelRunner:
                 return logits if inputs.rows == list(range(count)) else logits.index_select(0, rows)
             assert self._hidden is not None
             hidden = self._hidden
-        if inputs.adapters:
+        if self._slots is not None:
+            self._set_slots(kind, slots.index_select(0, rows) if kind[0] else slots)
+        elif inputs.adapters:
             self._adapters.select(inputs.rows)
         return self._logits(hidden, rows)
 
@@ -174,57 +178,46 @@ class ModelRunner:
         prompts = [] if self._compiled else captured_sizes(max_num_batched_tokens)
         # A step that replays a graph has no list longer than these.
         self._longest = max(most, *prompts, 1)
-        lists = [array("q", range(self._longest + 1)) for _ in self._parts(_NOTHING, 1, 1)]
+        lists = [array("q", range(self._longest + 1)) for _ in self._parts(_NOTHING, 1, 1, _PLAIN)]
         self._static = torch.zeros_like(pack(lists, self.device), device=self.device)
         # Graphs read it, and hold no memory but their pool's.
         self._plain = plain_rows(most, self.device)
-        if all(self._capture((None, False), size) for size in reversed(prompts)):
+        if all(self._capture((False, False), size) for size in reversed(prompts)):
             self._sizes[False] = prompts
         decoding = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
         for size in reversed(decoding):
-            self._capture((None, True), size)
+            self._capture(_PLAIN, size)
         self._sizes[True] = decoding
-
-    def forget(self, adapter: int) -> None:
-        """Free the graphs of an adapter."""
-        for key in [each for each in self._graphs if each[0][0] == adapter]:
-            del self._graphs[key]
-            self._firsts.pop(key, None)
-        self._without -= {(adapter, True), (adapter, False)}
 
     def _capture(self, kind: _Kind, size: int) -> bool:
         """Capture the graph of so many tokens; return False if such steps have none."""
-        adapter, decodes = kind
-        self._adapters.set_all(adapter, size, self.device)
-        parts = self._parts(_NOTHING, size, self._sequences(size))
+        adapted, decodes = kind
+        parts = self._parts(_NOTHING, size, self._sequences(size), kind)
         packed = pack(parts, self.device)
         self._static[: len(packed)].copy_(packed)
-        step = unpack(self._static, parts)[:-3]
+        *step, slots, _, _, _ = unpack(self._static, parts)
         # The first run compiles kernels and allocates the libraries' workspaces.
-        self._compute(kind, step)
+        self._compute(kind, step, slots)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, self._pool, self._stream):
-                self._compute(kind, step)
+                self._compute(kind, step, slots)
         except Exception as error:
-            if decodes and adapter is None:
+            if decodes and not adapted:
                 _log.error("enforce_eager=True does without CUDA graphs: a capture failed")
                 raise
             what = "decoding" if decodes else "steps with prompts"
-            whose = "" if adapter is None else f" of adapter {adapter}"
-            _log.warning("%s%s: no CUDA graphs, because of %s", what, whose, error)
+            of_adapters = " with adapters" * adapted
+            _log.warning("%s%s: no CUDA graphs, because of %s", what, of_adapters, error)
             self._without.add(kind)
             return False
         self._graphs[kind, size] = graph
-        adapted = [each for each in self._graphs if each[0][0] is not None]
-        for key in adapted[:-_MOST_ADAPTED]:  # which were captured longest ago
-            del self._graphs[key]
-            self._firsts.pop(key, None)
         return True
 
-    def _compute(self, kind: _Kind, step: list[torch.Tensor]) -> None:
+    def _compute(self, kind: _Kind, step: list[torch.Tensor], slots: torch.Tensor) -> None:
         """Compute what a graph does."""
+        self._set_slots(kind, slots)
         decodes, size = kind[1], len(step[0])
         metadata = self._metadata(step, 1 if decodes else size)
         hidden = self._forward(step[0], step[1], metadata.laid_out())
@@ -245,27 +238,33 @@ class ModelRunner:
         """Return the number of sequences in a graph of so many tokens."""
         return min(size, len(self._tables))
 
-    def _kind(self, inputs: StepInputs) -> _Kind | None:
-        """Return the kind of a step that may replay a graph; ``None`` if adapters differ."""
-        adapters = {*inputs.adapters.values()}
-        if len(adapters) > 1 or (adapters and len(inputs.adapters) < len(inputs.context_lens)):
-            return None
-        return next(iter(adapters), None), inputs.max_query_len == 1
+    def _set_slots(self, kind: _Kind, slots: torch.Tensor) -> None:
+        """Tell the layers the slots of a step's rows."""
+        self._adapters.set_slots(slots if kind[0] and self._slots is not None else None)
 
     def _graph_size(self, inputs: StepInputs, kind: _Kind) -> int | None:
         """Return the number of tokens of the graph to replay; ``None`` for a step without one."""
         sizes = self._sizes[kind[1]]
         at = bisect_left(sizes, len(inputs.input_ids))
-        if at == len(sizes) or kind in self._without:
+        if at == len(sizes):
             return None
         if sum(len(pages) for _, _, pages in inputs.new_pages) > self._longest:
             return None  # after a fork, or when sequences start over or are swapped in
         size = sizes[at]
+        # Graphs have addresses of the slots' memory.
+        if kind[0] and self._slots is not None and self._layout != self._slots.layout:
+            self._layout = self._slots.layout
+            self._without -= {(True, True), (True, False)}
+            for key in [each for each in self._graphs if each[0][0]]:
+                del self._graphs[key]
+                self._firsts.pop(key, None)
+        if kind in self._without:
+            return None
         if (kind, size) not in self._graphs and not self._capture(kind, size):
             return None
         return size
 
-    def _parts(self, inputs: StepInputs, tokens: int, sequences: int) -> list[Numbers]:
+    def _parts(self, inputs: StepInputs, tokens: int, sequences: int, kind: _Kind) -> list[Numbers]:
         """Return all numbers that the device needs, with padding to so many tokens and sequences.
 
         Padding is not stored. A padding sequence has one of the padding tokens, if one is left.
@@ -288,10 +287,22 @@ class ModelRunner:
             array("i", inputs.query_start_loc + ends),
             array("q", inputs.table_rows + [-1] * len(none)),  # slots of states
             array("q", inputs.table_rows + none),
+            array("i", self._slots_of(inputs, tokens) if kind[0] else []),
             array("q", inputs.rows),
             array("q", entries),
             array("i", pages),
         ]
+
+    def _slots_of(self, inputs: StepInputs, tokens: int) -> list[int]:
+        """Return the slot of each token's adapter, or -1; nothing on a CPU, which has none."""
+        if self._slots is None:
+            return []
+        slots, starts = [-1] * tokens, inputs.query_start_loc
+        of_adapters = self._slots.place(inputs.adapters.values())
+        for sequence, adapter in inputs.adapters.items():
+            first, end = starts[sequence : sequence + 2]
+            slots[first:end] = [of_adapters[adapter]] * (end - first)
+        return slots
 
     def _metadata(
         self,

@@ -30,7 +30,8 @@ from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConf
 from vllm_module.core.fill import refuse_nan
 from vllm_module.distributed import tensor_parallel, tensor_parallel_group
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
-from vllm_module.layers.lora import AdapterRows
+from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.lora_slots import AdapterSlots
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
@@ -93,7 +94,8 @@ class Worker:
         self._took_update = True  # True if all of the last update was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
         self._dropped = False  # True if it sleeps without weights
-        self._adapter_rows = AdapterRows()
+        on_gpu, most = self.device.type == "cuda", (config.max_loras, config.max_lora_rank)
+        self._adapter_rows = AdapterRows(AdapterSlots(*most) if on_gpu else None)
         self._adapters: dict[int, Adapter] = {}
         self._checked: set[int] = set()  # adapters all of whose layers were used
 
@@ -315,7 +317,7 @@ class Worker:
             adapter.load(weights)
         if file_versions(path) != versions:
             raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
-        attach(adapter, number, self._adapter_rows)
+        attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
         self._adapters[number] = adapter
         size = sum(each.nbytes for each in adapter.parameters())
         return LoadedAdapter(len(list(adapter.layers())), size, versions)
@@ -325,8 +327,8 @@ class Worker:
         adapter = self._adapters.pop(number, None)
         if adapter is not None:
             detach(adapter, number)
-            if self.runner is not None:
-                self.runner.forget(number)
+            if self._adapter_rows.slots is not None:
+                self._adapter_rows.slots.forget(number)
 
     def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Update A and B of an adapter in place, under PEFT's names.
@@ -336,6 +338,8 @@ class Worker:
         adapter = self._adapters[number]
         adapter.update(base_names(weights, adapter.config))
         self._adapter_rows.updates += 1
+        if self._adapter_rows.slots is not None:
+            self._adapter_rows.slots.refill(number)
 
     def call_with_adapter(self, number: int, function: Callable[[Adapter], Any]) -> Any:
         """Return what a function returns for this rank's part of an adapter."""

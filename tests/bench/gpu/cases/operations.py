@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from gpu.cases.adapters import adapters
 from gpu.cases.attention import decode, fresh, options, prefill
 from gpu.cases.cache import cache_writes
 from gpu.cases.case import Case
@@ -24,6 +25,7 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "matmul": products,
     "few rows": few_rows,
     "experts": experts,
+    "adapters": adapters,
     "sampling": sampling,
     "packed": packed_products,
     "latent attention": latent,

@@ -1,0 +1,247 @@
+"""Slots of adapters, beside the products of each adapter alone, in any order of steps."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_module.adapters import attach
+from vllm_module.errors import UnsupportedModelError
+from vllm_module.layers.linear import LinearBase
+from vllm_module.layers.lora import LayerAdapters
+from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.lora_slots import AdapterSlots, SlotMemory, SlotRows
+from vllm_module.layers.low_rank import LowRank, LowRankPart
+
+SIZES, INPUTS = (6, 3, 9), 10
+ENDS = (6, 9, 18)
+
+
+def drawn(generator: torch.Generator, ranks: list[int]) -> LowRank:
+    """Return A and B of a fused layer; slots of rank 0 are absent."""
+    parts, first, of_rank = [], 0, 0
+    for number, (size, rank) in enumerate(zip(SIZES, ranks, strict=True)):
+        if rank:
+            where = slice(of_rank, of_rank + rank), slice(first, first + size)
+            parts.append(LowRankPart(*where, 0.5 + number))
+        first, of_rank = first + size, of_rank + rank
+    a = torch.randn(of_rank, INPUTS, generator=generator)
+    b = torch.full((sum(SIZES), max(ranks)), torch.nan)  # of padding, nothing is used
+    for part in parts:
+        size = part.rank.stop - part.rank.start
+        b[part.output, :size] = torch.randn(len(b[part.output]), size, generator=generator)
+    return LowRank(a, b, tuple(parts), ENDS)
+
+
+def alone(weights: LowRank, x: torch.Tensor) -> torch.Tensor:
+    """Write out what an adapter adds to rows."""
+    added = torch.zeros(len(x), sum(SIZES))
+    for rank, output, scale in weights.parts:
+        size = rank.stop - rank.start
+        added[:, output] = scale * (x @ weights.a[rank].t() @ weights.b[output, :size].t())
+    return added
+
+
+class Layers:
+    """Two layers, the second of which only some adapters adapt, and a model of what they add."""
+
+    def __init__(self, slots: int) -> None:
+        self.rows = AdapterRows(AdapterSlots(slots))
+        self.layers = [LayerAdapters(self.rows) for _ in range(2)]
+        self.held: dict[int, list[LowRank | None]] = {}
+        self.generator = torch.Generator().manual_seed(0)
+
+    @property
+    def slots(self) -> AdapterSlots:
+        assert self.rows.slots is not None
+        return self.rows.slots
+
+    def load(self, number: int, *ranks: list[int] | None) -> None:
+        self.held[number] = [each and drawn(self.generator, each) for each in ranks]
+        for layer, weights in zip(self.layers, self.held[number], strict=True):
+            if weights is not None:
+                layer.attach(number, weights)
+
+    def unload(self, number: int) -> None:
+        for layer in self.layers:
+            layer.forget(number)
+        self.slots.forget(number)
+        del self.held[number]
+
+    def update(self, number: int) -> None:
+        for weights in self.held[number]:
+            if weights is not None:
+                weights.a.normal_(generator=self.generator)
+        self.slots.refill(number)
+
+    def step(self, adapters: list[int]) -> None:
+        """Compare a step of one row for each adapter, -1 for the base."""
+        of_adapters = self.slots.place({*adapters} - {-1})
+        slots = [of_adapters.get(number, -1) for number in adapters]
+        self.rows.set_slots(torch.tensor(slots, dtype=torch.int32))
+        x = torch.randn(len(adapters), INPUTS, generator=self.generator)
+        y = torch.randn(len(adapters), sum(SIZES), generator=self.generator)
+        for at, layer in enumerate(self.layers):
+            if layer.memory is None:
+                continue
+            found = layer.add(x, y.clone())
+            for row, number in enumerate(adapters):
+                weights = self.held[number][at] if number >= 0 else None
+                if weights is None:
+                    assert torch.equal(found[row], y[row]), "nothing is added"
+                else:
+                    want = y[row] + alone(weights, x[row : row + 1])[0]
+                    torch.testing.assert_close(found[row], want, rtol=1e-4, atol=1e-4)
+
+
+def steps_in_any_order() -> None:
+    """Serve eight adapters in three slots, while they are loaded, unloaded and updated."""
+    layers, draw, number = Layers(3), random.Random(0), 0
+    for _ in range(150):
+        what = draw.random()
+        if len(layers.held) < 8 and what < 0.3:
+            first, second = ([draw.choice([0, 1, 3, 16, 17]) for _ in SIZES] for _ in range(2))
+            first[draw.randrange(3)] = 2
+            layers.load(number, first, second if any(second) else None)
+            number += 1
+        elif layers.held and what < 0.4:
+            layers.unload(draw.choice([*layers.held]))
+        elif layers.held and what < 0.5:
+            layers.update(draw.choice([*layers.held]))
+        else:
+            some = draw.sample([*layers.held], min(len(layers.held), 3))
+            layers.step([draw.choice([-1, *some]) for _ in range(draw.randint(1, 9))])
+    assert number > 10
+
+
+def test_any_order_of_loads_updates_and_steps() -> None:
+    """Each row has what its adapter adds, whatever was in its slot before."""
+    steps_in_any_order()
+
+
+FILL = SlotMemory.fill
+
+
+def fill_once(self: SlotMemory, slot: int, number: int) -> None:
+    if not self.scale[slot].any():
+        FILL(self, slot, number)
+
+
+def fill_padding(self: SlotMemory, slot: int, number: int) -> None:
+    """The ranks that an adapter does not have are those of the one before."""
+    before = self.a[slot].clone(), self.b[slot].clone()
+    FILL(self, slot, number)
+    for now, then in zip((self.a[slot], self.b[slot]), before, strict=True):
+        now += then * (now == 0)
+
+
+def fill_from_above(self: SlotMemory, slot: int, number: int) -> None:
+    """The first slice is where the last one should be."""
+    FILL(self, slot, number)
+    self.scale[slot] = self.scale[slot].roll(1)
+
+
+FAULTS: dict[str, tuple[type, str, Any]] = {
+    "stale after eviction": (SlotMemory, "fill", fill_once),
+    "padding of ranks": (SlotMemory, "fill", fill_padding),
+    "scales of other slices": (SlotMemory, "fill", fill_from_above),
+    "not updated": (AdapterSlots, "refill", lambda *_: None),
+    "unloaded and still there": (
+        AdapterSlots,
+        "place",
+        lambda self, needed: dict.fromkeys(needed, 0),
+    ),
+    "too small": (SlotMemory, "fits", lambda *_: True),
+    "the next slot": (SlotRows, "of", classmethod(lambda cls, slots, *n: ROWS_OF(slots + 1, *n))),
+    "rows of the base": (
+        SlotRows,
+        "of",
+        classmethod(lambda cls, slots, *n: ROWS_OF(slots.abs(), *n)),
+    ),
+}
+ROWS_OF = SlotRows.of
+
+
+@pytest.mark.parametrize(("cls", "name", "fault"), FAULTS.values(), ids=FAULTS)
+def test_planted_faults_are_found(
+    cls: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in any order see each of these mistakes."""
+    monkeypatch.setattr(cls, name, fault)
+    with pytest.raises((AssertionError, RuntimeError)):
+        steps_in_any_order()
+
+
+def test_memory_stays_until_an_adapter_needs_more() -> None:
+    """Loads and unloads write to the same memory, unless a rank is above 16 or a layer is new."""
+    layers = Layers(2)
+    layers.load(0, [4, 0, 4], None)
+    before = layers.slots.layout
+    memory = layers.layers[0].memory
+    layers.step([0, -1])
+    layers.load(1, [0, 16, 0], None)
+    layers.step([1, 0, -1])
+    layers.unload(0)
+    layers.load(2, [3, 0, 0], None)
+    layers.step([2, 1])
+    assert (layers.slots.layout, layers.layers[0].memory) == (before, memory)
+    layers.load(3, [1, 1, 17], None)
+    assert layers.slots.layout > before
+    layers.step([2, 1])
+    layers.step([3, -1, 2])
+    before = layers.slots.layout
+    layers.load(4, None, [1, 1, 1])
+    assert layers.slots.layout > before
+    layers.step([4, 3, 4])
+
+
+def test_the_adapter_that_was_used_longest_ago_leaves() -> None:
+    """A slot is not taken from an adapter of the same step."""
+    slots = AdapterSlots(2)
+    assert slots.place([7, 5]) == {5: 0, 7: 1}
+    assert slots.place([5]) == {5: 0}
+    assert slots.place([9]) == {9: 1}
+    assert slots.place([5]) == {5: 0}
+    assert slots.place([7, 5]) == {7: 1, 5: 0}
+    slots.forget(5)
+    assert slots.place([8, 7]) == {8: 0, 7: 1}
+
+
+def test_rows_must_be_those_of_the_step() -> None:
+    """A layer that is given other rows than the step's tokens is refused."""
+    layers = Layers(1)
+    layers.load(0, [1, 1, 1], None)
+    layers.rows.set_slots(torch.tensor([0, -1], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="is given 3 rows, and 2 tokens"):
+        layers.layers[0].add(torch.ones(3, INPUTS), torch.ones(3, sum(SIZES)))
+
+
+def test_one_adapter_of_the_whole_output_and_one_of_its_parts() -> None:
+    """The A of a whole output is that of each part, as where experts are adapted together."""
+    layers, generator = Layers(2), torch.Generator().manual_seed(1)
+    layers.load(0, [2, 2, 2], None)
+    a, b = torch.randn(5, INPUTS, generator=generator), torch.randn(18, 5, generator=generator)
+    whole = LowRank(a, b, (LowRankPart(slice(0, 5), slice(0, 18), 2.0),), (18,))
+    layers.layers[0].attach(1, whole)
+    layers.held[1] = [whole, None]
+    layers.step([1, 0, -1, 1])
+
+
+def test_a_rank_above_the_limit_is_refused(tuned: Any) -> None:
+    """max_lora_rank is named, and nothing is attached."""
+    support = runpy.run_path(str(Path(__file__).with_name("support.py")))
+    one = tuned("llama")
+    base = support["load_base"](one.base)
+    adapter = support["load_adapter"](base, one.adapter)
+    rows = AdapterRows(AdapterSlots(2, 4))
+    with pytest.raises(UnsupportedModelError, match=r"the rank 7, and max_lora_rank is 6"):
+        attach(adapter, 0, rows, 6)
+    linear = [each for each in base.modules() if isinstance(each, LinearBase)]
+    assert all(each.adapters is None for each in linear)
+    attach(adapter, 0, rows, 7)
+    assert any(each.adapters is not None for each in linear)
