@@ -197,7 +197,6 @@ class EngineRankOptions(RankOptions):
         int,
         typer.Option(
             "--pp",
-            "--pipeline-parallel-size",
             min=1,
             metavar="N",
             help="Pipeline stages: parts of the layers, each on as many ranks as --tp says.",

@@ -276,10 +276,11 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             has_states=worker.has_states,
             host_states=worker.host_states,
             max_loras=config.max_loras,
+            batches=stages,
         )
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return Engine(
-            self.executor.run,
+            self.executor.run if stages == 1 else self.executor.launch,
             scheduler,
             hf_config.vocab_size,
             length,

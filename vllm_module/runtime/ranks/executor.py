@@ -173,11 +173,12 @@ class Executor(WeightChanges):
             result: torch.Tensor = self._do("run", inputs, sampled)
         return result
 
-    def launch(self, inputs: StepInputs) -> StepInFlight:
+    def launch(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> StepInFlight:
         """Tell the other stages of a step, and return it; rank 0 computes its own stage later.
 
         Raises what :meth:`run` raises.
         """
+        assert sampled is None, "tokens are read before their sequences are scheduled again"
         if self.refusal is not None:
             raise ModelNotReadyError(self.refusal)
         with self._or_end(self._step_timeout):
