@@ -231,6 +231,8 @@ class EngineConfig(_Closed):
 
     Attributes:
         tensor_parallel_size: ranks, each a process with a device of its own.
+        pipeline_parallel_size: stages of a pipeline, each with some of the layers on
+            ``tensor_parallel_size`` ranks. Rank 0 is of the last stage, and samples.
         distributed_executor_backend: ``"mp"`` starts the other ranks, whatever world this process
             is in; ``"uni"`` has one rank. With ``"external_launcher"`` each process that was
             launched is a rank of an engine of ``tensor_parallel_size`` of them, and all ranks of an
@@ -272,6 +274,7 @@ class EngineConfig(_Closed):
     """
 
     tensor_parallel_size: _Count = 1
+    pipeline_parallel_size: _Count = 1
     distributed_executor_backend: Literal["mp", "uni", "external_launcher"] | None = None
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     block_size: _Count = 16
@@ -290,6 +293,16 @@ class EngineConfig(_Closed):
     max_cpu_loras: _Count | None = None
     max_lora_rank: _Count | None = None
     worker_extension_cls: type | str | None = None
+
+    @model_validator(mode="after")
+    def _stages_overlap_by_themselves(self) -> EngineConfig:
+        if self.pipeline_parallel_size > 1 and self.async_scheduling:
+            raise ValueError(
+                f"async_scheduling is for one stage, and pipeline_parallel_size is "
+                f"{self.pipeline_parallel_size}: leave it out, because stages compute batches of "
+                "different requests at the same time"
+            )
+        return self
 
     @model_validator(mode="after")
     def _as_many_in_memory_as_in_a_step(self) -> EngineConfig:

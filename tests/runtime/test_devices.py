@@ -77,7 +77,7 @@ class StandIn:
     def __init__(self, source: Any, load_config: Any, device_config: Any, config: Any) -> None:
         self.device, self.config = device_config.torch_device, config
         self.source, self.page_bytes = SimpleNamespace(dtype=torch.bfloat16), 1
-        self.state_bytes = self.host_bytes = 0
+        self.state_bytes = self.host_pages = 0
         self.calls: dict[str, int] = {}
         self.refused: str | None = None
         self._note("load")
@@ -236,7 +236,7 @@ def test_every_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, cud
 class Aborted:
     """Ranks of two, whose collectives are aborted while the first waits for a result."""
 
-    rank, size, group, ended, is_led = 0, 2, None, False, True
+    rank, size, group, pipe, ended, is_led = 0, 2, None, None, False, True
     device = torch.device("cuda:0")
 
     def __init__(self, *_: object) -> None:

@@ -291,7 +291,7 @@ def test_steps_that_overlap_give_the_same_text(folder: Path, theirs: Any, llm: L
             pieces = [o.outputs[0].text for o in engine.stream("once", params[0])]
             given[-1] += [pieces, changing(engine)]
         assert given[0] == given[1]
-        assert overlapped.engine._next is None
+        assert not overlapped.engine._launched
         overlapped.sleep()
         overlapped.wake_up()
         (again,) = overlapped.generate("once", params[0], False)
@@ -767,7 +767,7 @@ def test_a_closed_engine_has_no_cache(folder: Path, overlapped: bool) -> None:
         next(stream)
     llm.close()
     assert llm.executor.worker.cache.nbytes == 0
-    assert llm.engine._next is None
+    assert not llm.engine._launched
     for late in (lambda: next(stream), lambda: llm.generate("fox", use_tqdm=False)):
         with pytest.raises(RuntimeError, match="the engine has ended: it was closed"):
             late()

@@ -294,7 +294,7 @@ def test_nothing_stays_launched_without_requests() -> None:
         elif end == "fail":
             run.setup.engine.fail("it is over")
         assert len(run.setup.pages.steps) == 5
-        assert run.setup.engine._next is None
+        assert not run.setup.engine._launched
         run.finish()
 
 

@@ -104,7 +104,7 @@ def shared(engine: LLM, params: list[SamplingParams], expected: list[Any]) -> No
         thread.join()
     assert not wrong
     assert not engine.engine.requests
-    assert engine.engine._next is None
+    assert not engine.engine._launched
     pool = engine.engine.scheduler.pool
     assert pool.free_pages == pool.num_pages
 
@@ -175,7 +175,7 @@ def test_threads_and_ranks_share_overlapped_steps_until_they_are_closed(
         thread.join()
         assert [str(error) for error in raised] == ["the engine has ended: it was closed"]
         assert not engine.engine.requests
-        assert engine.engine._next is None
+        assert not engine.engine._launched
     assert not multiprocessing.active_children()
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_ends_between_two_overlapped_steps_is_named(
         stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=50))
         next(stream)
         next(stream)
-        assert engine.engine._next is not None
+        assert engine.engine._launched
         (worker,) = multiprocessing.active_children()
         worker.kill()
         worker.join()

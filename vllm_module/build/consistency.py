@@ -18,7 +18,6 @@ from vllm_module.hf_config import HFConfig
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import Rules
 from vllm_module.weights.digests import DIGESTS, digest_weight, stored_digests
-from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.sharded_state import MANIFEST
 
 
@@ -71,7 +70,7 @@ def describe(
     config: HFConfig,
     dtype: torch.dtype,
     rules: Rules | None,
-    checkpoint: OpenWeights,
+    fingerprint: str,
 ) -> dict[str, str]:
     """Return the properties that determine a model, compared before a tensor is read."""
     entries = config.model_dump()
@@ -80,7 +79,7 @@ def describe(
         for name in sorted(entries)
     }
     chosen = {"dtype": str(dtype), "quantization": repr(rules)}
-    return {"checkpoint files": checkpoint.fingerprint, **chosen, **settings}
+    return {"checkpoint files": fingerprint, **chosen, **settings}
 
 
 def digests(model: vLLMModule) -> dict[str, str]:

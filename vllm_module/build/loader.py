@@ -98,7 +98,9 @@ def find_and_load(
     def describe_found(found: tuple[ModelSource, OpenWeights]) -> dict[str, str]:
         source, checkpoint = found
         settings = {"LoadConfig(cooperative=...)": str(load_config.cooperative)}
-        return settings | describe(source.config, source.dtype, source.rules, checkpoint)
+        return settings | describe(
+            source.config, source.dtype, source.rules, checkpoint.fingerprint
+        )
 
     def build() -> vLLMModule:
         device = (device_config or DeviceConfig()).torch_device

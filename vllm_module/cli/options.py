@@ -190,6 +190,21 @@ class RankOptions(Options):
 
 
 @dataclass(frozen=True)
+class EngineRankOptions(RankOptions):
+    """The ranks of an engine."""
+
+    pp: Annotated[
+        int,
+        typer.Option(
+            "--pp",
+            min=1,
+            metavar="N",
+            help="Pipeline stages: parts of the layers, each on as many ranks as --tp says.",
+        ),
+    ] = 1
+
+
+@dataclass(frozen=True)
 class SimulatedRankOptions(RankOptions):
     """The ranks of a command that runs in one process."""
 

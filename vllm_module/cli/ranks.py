@@ -44,11 +44,23 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def tensor_parallel_size(tp: int | None) -> int:
-    """Return the size asked for, or torchrun's; raise a usage error where the two differ."""
+def tensor_parallel_size(tp: int | None, stages: int = 1) -> int:
+    """Return the size asked for, or torchrun's; raise a usage error where the two differ.
+
+    Torchrun has started this size for each of so many pipeline stages.
+    """
     if not under_torchrun():
         return tp or 1
     world = _from_torchrun("WORLD_SIZE", least=1)
+    if stages > 1:
+        if world % stages or tp not in (None, world // stages):
+            of_each = "" if tp is None else f" of {tp} ranks each"
+            raise typer.BadParameter(
+                f"torchrun started {world} processes, which are not {stages} stages{of_each}: "
+                "start one for each rank of each stage",
+                param_hint="--pp",
+            )
+        return world // stages
     if tp not in (None, world):
         raise typer.BadParameter(
             f"torchrun started {world} ranks: leave --tp {tp} out, or start {tp}",
@@ -100,7 +112,8 @@ def find_alike(model_config: ModelConfig, load_format: str, timeout: float) -> M
     def find() -> tuple[ModelSource, dict[str, str]]:
         source = ModelSource.find(model_config, load_format)
         with source.open() as checkpoint:
-            return source, describe(source.config, source.dtype, source.rules, checkpoint)
+            fingerprint = checkpoint.fingerprint
+            return source, describe(source.config, source.dtype, source.rules, fingerprint)
 
     sources, descriptions = zip(*on_every_rank(find, timeout), strict=True)
     with _one_rank_prints():

@@ -13,8 +13,8 @@ import typer
 from vllm_module.cli.options import (
     DeviceOptions,
     DTypeOptions,
+    EngineRankOptions,
     ModelOptions,
-    RankOptions,
     SamplingOptions,
     torch_device,
 )
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @contextmanager
 def serving(
     source: str,
-    ranks: RankOptions,
+    ranks: EngineRankOptions,
     precision: DTypeOptions,
     model: ModelOptions,
     devices: DeviceOptions,
@@ -44,7 +44,7 @@ def serving(
     Under torchrun, only rank 0 gets to the block. The other ranks run the model until rank 0
     closes the engine, and then exit from the command.
     """
-    size = tensor_parallel_size(ranks.tp)
+    size = tensor_parallel_size(ranks.tp, ranks.pp)
     with working("importing torch") if is_first_rank() else nullcontext():
         torch_device(devices.device)  # a usage error if there is no such device
         # Imported here because usage errors and help need no torch.
@@ -52,8 +52,8 @@ def serving(
         from vllm_module.runtime.llm import LLM
 
     terminal = console(stderr=True).is_terminal
-    if terminal and size > 1 and not under_torchrun():
-        announce(f"starting {size} processes")
+    if terminal and size * ranks.pp > 1 and not under_torchrun():
+        announce(f"starting {size * ranks.pp} processes")
     load_config = LoadConfig(timeout=devices.timeout, show_progress=terminal)
     try:
         llm = LLM(
@@ -61,6 +61,7 @@ def serving(
             device=devices.device,
             load_config=load_config,
             tensor_parallel_size=size,
+            pipeline_parallel_size=ranks.pp,
             seed=None,  # only --seed draws the same tokens again
             enable_expert_parallel=ranks.enable_expert_parallel,
             **precision.entries(),

@@ -107,11 +107,16 @@ def refuse_elements(fills: Iterable[Fill]) -> None:
 
 def refuse_nan(fills: Iterable[Fill]) -> None:
     """Raise ``WeightReadError`` if a tensor in memory has a NaN; handles are not read."""
-    for fill in fills:
-        # What a rank holds itself is in memory where a model slept with it.
-        weight = fill.weight.values if isinstance(fill.weight, Changes) else fill.weight
-        if isinstance(weight, torch.Tensor) and not fill.held and _has_nan(weight):
-            raise _nan_in(fill.name)
+    # What a rank holds itself is in memory where a model slept with it.
+    refuse_nan_sent((fill.name, fill.weight) for fill in fills if not fill.held)
+
+
+def refuse_nan_sent(weights: Iterable[tuple[str, Weight]]) -> None:
+    """Do the same for the tensors of an update."""
+    for name, given in weights:
+        weight = given.values if isinstance(given, Changes) else given
+        if isinstance(weight, torch.Tensor) and _has_nan(weight):
+            raise _nan_in(name)
 
 
 def refuse_nan_read(fills: Iterable[Fill]) -> None:

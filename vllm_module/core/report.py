@@ -85,17 +85,17 @@ class LoadReport:
         names = [name for sources in self.loaded.values() for name in sources]
         verb = "loaded" if self.ok else "matched"
         lines = [f"{verb} {len(names)} tensors to {len(self.loaded)} parameters"]
-        by_rule = defaultdict(list)
-        for name, rule in self.skipped.items():
-            by_rule[rule].append(name)
-        for rule, skipped in by_rule.items():
-            lines.append(f"skipped {len(skipped)}: {rule}")
-            lines += [f"  {printable_name(name)}" for name in fold(skipped)]
         for kind, _, meaning in self._KINDS:
             problems: list[Problem] = getattr(self, kind)
             if problems:
                 lines.append(f"{kind} {len(problems)}: {meaning}")
                 lines += _folded_lines(problems)
+        by_rule = defaultdict(list)
+        for name, rule in self.skipped.items():
+            by_rule[rule].append(name)
+        for rule, skipped in by_rule.items():  # last: of a pipeline stage they are most names
+            lines.append(f"skipped {len(skipped)}: {rule}")
+            lines += [f"  {printable_name(name)}" for name in fold(skipped)]
         return "\n".join(lines)
 
 

@@ -17,12 +17,14 @@ from vllm_module.distributed.groups import (
     tensor_parallel,
     tensor_parallel_group,
 )
+from vllm_module.distributed.pipe import StagePipe
 
 __all__ = [
     "ExpertParallelGroup",
     "PipelineStage",
     "ProcessGroup",
     "SimulatedGroup",
+    "StagePipe",
     "TensorParallelGroup",
     "expert_parallel",
     "expert_parallel_group",

@@ -44,7 +44,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "model_loader_extra_config": ({},),
     "num_gpu_blocks_override": (),
     "num_lookahead_slots": (0,),
-    "pipeline_parallel_size": (1,),
     "pooler_config": (),
     "preemption_mode": ("recompute",),
     "profiler_config": ({},),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -82,8 +83,9 @@ class Engine(Requests):
         self.async_scheduling = async_scheduling
         self.processed_logprobs = processed_logprobs
         self.token_counts = TokenCounts()
-        # The step that was launched before the current one was finished.
-        self._next: Launched | None = None
+        # Steps that are not finished, in their order: with async scheduling, the one that was
+        # launched before the current one was finished; of a pipeline, those in flight.
+        self._launched: deque[Launched] = deque()
         self._start_over = False  # True if states start over after the current step
 
     def serve(
@@ -160,20 +162,24 @@ class Engine(Requests):
         with self.alone():
             step, unread = Step(), list[Request]()
             try:
-                launched, self._next = self._next, None
-                if launched is None or launched.ended:
+                if self.async_scheduling and self._launched and self._launched[0].ended:
+                    self._launched.clear()
+                while len(self._launched) < self.scheduler.batches:
                     step = self.scheduler.schedule()
                     if self.adapters:
-                        unread = self._read_adapters(step)
+                        unread += self._read_adapters(step)
                     if not step.scheduled:
-                        return unread
+                        break
                     try:
-                        launched = self._launch(step)
+                        self._launched.append(self._launch(step))
                     except Exception as error:
                         return unread + self._compute_apart(step, error)
+                if not self._launched:
+                    return unread
+                launched = self._launched.popleft()
                 step = launched.step
-                if self.async_scheduling:
-                    self._next = self._launch_next(launched)
+                if self.async_scheduling and (following := self._launch_next(launched)):
+                    self._launched.append(following)
                 used = self.scheduler.pool.num_pages - self.scheduler.pool.free_pages
                 changed = unread + self._finish_step(launched)
                 if on_step is not None:
@@ -199,9 +205,11 @@ class Engine(Requests):
             if s.request.prompt_logprobs is not None
         ]
         logits = self._execute(step, step_inputs(step, self.scheduler.pool.page_size))
-        return Launched(step, prompts, complete, logits)
+        if isinstance(logits, torch.Tensor):
+            return Launched(step, prompts, complete, logits)
+        return Launched(step, prompts, complete, None, rest=logits)
 
-    def _execute(self, step: Step, inputs: StepInputs, *sampled: torch.Tensor) -> torch.Tensor:
+    def _execute(self, step: Step, inputs: StepInputs, *sampled: torch.Tensor) -> Any:
         """Run the model on a step, whose pages are then in the block tables of all ranks.
 
         If it raises, the pages are sent again, and all saved states are evicted, because copies may
@@ -306,6 +314,8 @@ class Engine(Requests):
 
     def _finish_step(self, launched: Launched) -> list[Request]:
         """Read a step's prompt logprobs and append its tokens; return the requests that change."""
+        if launched.rest is not None:
+            launched.logits = launched.rest()
         changed = [s.request for s in launched.complete if s.finish_reason is None]
         self.scheduler.mark_computed(launched.step)
         sampled = launched.sampled
@@ -383,24 +393,27 @@ class Engine(Requests):
     def resume(self) -> None:
         """Accept requests again; they reuse no keys and values computed before now.
 
-        A step that is launched and not finished is computed again.
+        Steps that are launched and not finished are computed again.
         """
         self.refusal = None
         self.drop()
         self.scheduler.reset_prefix_cache()
 
     def drop(self) -> None:
-        """Drop the launched step and free its memory; sequences with states start over."""
-        if self._next is not None and self.scheduler.has_states:
+        """Drop the launched steps and free their memory; sequences with states start over."""
+        if self._launched and self.scheduler.has_states:
             self.scheduler.start_over()
-        self._next = None
+        self._launched.clear()
+        self.scheduler.in_flight.clear()
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         super()._finish(sequence, reason)
         if not self.requests:
-            self._next = None
+            self._launched.clear()
+            self.scheduler.in_flight.clear()
 
     def _end_all(self, error: str) -> None:
-        self._next, self._start_over = None, False
+        self._launched.clear()
+        self._start_over = False
         self.token_counts = TokenCounts()
         super()._end_all(error)

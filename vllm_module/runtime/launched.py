@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,10 +20,13 @@ from vllm_module.runtime.transfers import Wait, upload
 class Execute(Protocol):
     """The function by which an engine runs its model."""
 
-    def __call__(self, inputs: StepInputs, sampled: torch.Tensor | None = None, /) -> torch.Tensor:
+    def __call__(
+        self, inputs: StepInputs, sampled: torch.Tensor | None = None, /
+    ) -> torch.Tensor | Callable[[], torch.Tensor]:
         """Launch a step on every rank and return the logits of its rows, ``[rows, vocab]``.
 
-        ``sampled`` has the tokens that ``inputs.input_ids`` index, if they are indices.
+        ``sampled`` has the tokens that ``inputs.input_ids`` index, if they are indices. A pipeline
+        returns a function, which computes the rest of the step and returns the logits.
         """
 
 
@@ -38,6 +41,7 @@ class Launched:
         logits: logits of all these positions, and then of each complete sequence; None once tokens
             are being chosen.
         sampled: the tokens of the complete sequences, once they are being chosen.
+        rest: computes the logits, if a pipeline has more steps in flight.
 
     """
 
@@ -46,6 +50,7 @@ class Launched:
     complete: list[Sequence]
     logits: torch.Tensor | None
     sampled: Sampled | None = None
+    rest: Callable[[], torch.Tensor] | None = None
 
     @property
     def ended(self) -> bool:

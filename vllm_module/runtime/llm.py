@@ -86,7 +86,8 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             ``enable_prefix_caching`` is automatic: on, unless layers keep a state of each sequence
             (Mamba-2, Qwen3-Next, hybrids). There, ``True`` takes twice the memory for states.
 
-    A ``tensor_parallel_size`` above 1 starts more processes on this host. They end with
+    A ``tensor_parallel_size`` or ``pipeline_parallel_size`` above 1 starts more processes on this
+    host, one for each rank of each stage. They end with
     :meth:`close`, with the ``with`` block, or with this process. Under torchrun, its processes are
     the ranks: rank 0 returns from the constructor, and the others run the model inside it until
     rank 0 closes the engine, then exit, or go on if the program has initialized a process group.
@@ -181,7 +182,8 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
         self._seeds = random.Random(seed)
         if surrounding_stage.get() is not None:
             raise UnsupportedModelError(
-                "the engine runs no pipeline stages: make it outside of pipeline_parallel"
+                "an engine makes its pipeline stages itself: make it outside of pipeline_parallel, "
+                "and give pipeline_parallel_size"
             )
         model_config = ModelConfig(**entries)
         config = EngineConfig(**engine)
@@ -225,7 +227,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
                 model_config.trust_remote_code,
                 seed,
                 next(self.executor.worker.model.parameters()).device,
-                self.executor.size,
+                self.executor.size // self.executor.stages,
                 self.engine.scheduler.pool.num_pages,
                 config.block_size,
             )
@@ -257,6 +259,11 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
         length = hf_config.max_model_len or MAX_MODEL_LEN
         worker, size = self.executor.worker, config.block_size
         on_gpu = worker.device.type == "cuda"
+        stages = self.executor.stages
+        # A pipeline overlaps steps of different requests.
+        overlaps = on_gpu and stages == 1
+        if config.async_scheduling is not None:
+            overlaps = config.async_scheduling
         unused = worker.is_encoder or not self.executor.leads
         pages, host_pages = (0, 0) if unused else self.executor.start(length)
         scheduler = Scheduler(
@@ -266,13 +273,14 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             config.max_num_batched_tokens,
             worker.caches_prefixes,
             worker.window,
-            has_states=worker.state_bytes > 0,
+            has_states=worker.has_states,
             host_states=worker.host_states,
             max_loras=config.max_loras,
+            batches=stages,
         )
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return Engine(
-            self.executor.run,
+            self.executor.run if stages == 1 else self.executor.launch,
             scheduler,
             hf_config.vocab_size,
             length,
@@ -282,7 +290,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             repeatable=self.executor.size == 1,
             first_tokens=worker.first_tokens,
             wait=self.executor.wait,
-            async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
+            async_scheduling=overlaps,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             stream=torch.cuda.current_stream(worker.device) if on_gpu else None,
             adapter_memory=AdapterMemory(

@@ -12,6 +12,7 @@ import torch
 from vllm_module.base.messages import shorten
 from vllm_module.build.registry import blamed_on
 from vllm_module.core.module import vLLMModule
+from vllm_module.distributed import StagePipe
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
@@ -60,6 +61,7 @@ class ModelRunner:
         max_pages: largest number of pages of a sequence.
         compiled: True if torch.compile fuses the model's operations.
         adapters: says the layers which rows are whose, in steps with adapters.
+        pipe: connects the model to the stages before and behind it, if it is one of a pipeline.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
     error, if a model from outside fails.
@@ -74,8 +76,10 @@ class ModelRunner:
         max_pages: int,
         compiled: bool = False,
         adapters: AdapterRows | None = None,
+        pipe: StagePipe | None = None,
     ) -> None:
         self._adapters = AdapterRows() if adapters is None else adapters
+        self._pipe = pipe
         self._cls = type(model)
         if not callable(getattr(model, "compute_logits", None)):
             raise UnsupportedModelError(
@@ -102,6 +106,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and return logits ``[rows, vocab]``.
+
+        A pipeline stage before the last one passes hidden states on, and returns an empty tensor.
 
         Args:
             inputs: the numbers of the step.
@@ -330,17 +336,28 @@ class ModelRunner:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Return the hidden states of a step; refuse those that are no rows of tokens."""
+        """Return the hidden states of a step; refuse those that are no rows of tokens.
+
+        A pipeline stage takes them from the one before, and passes them on, and has none to return.
+        """
+        pipe = self._pipe
+        given = ids if pipe is None or pipe.is_first else pipe.receive(len(ids))
         with blamed_on(self._cls):
-            hidden: torch.Tensor = self.model(ids, positions, metadata)
+            hidden: Any = self.model(given, positions, metadata)
+        if pipe is not None and not pipe.is_last:
+            pipe.send(hidden)
+            return torch.empty(0)
         if not isinstance(hidden, torch.Tensor) or hidden.ndim != 2 or len(hidden) != len(ids):
             raise UnsupportedModelError(
                 f"{self._cls.__name__}.forward should return hidden states of shape "
                 f"({len(ids)}, hidden_size), and returned {described_result(hidden)}"
             )
-        return hidden
+        result: torch.Tensor = hidden
+        return result
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+        if self._pipe is not None and not self._pipe.is_last:
+            return hidden
         with blamed_on(self._cls):
             logits: torch.Tensor = self.model.compute_logits(hidden[rows])
         return logits

@@ -86,7 +86,14 @@ class HeldFile:
 
     def __init__(self, call: CallRanks) -> None:
         self._call = call
-        listed: list[tuple[str, tuple[int, ...], torch.dtype, bool]] = call(_list_tensors)[0]
+        listed: list[tuple[str, tuple[int, ...], torch.dtype, bool]] = []
+        # By name, the ranks of one pipeline stage, which hold the tensor whole.
+        self._holders: dict[str, range] = {}
+        of_ranks = call(_list_tensors)
+        for rank, (size, tensors) in enumerate(of_ranks):
+            listed += [each for each in tensors if each[0] not in self._holders]
+            for name, *_ in tensors:
+                self._holders.setdefault(name, range(rank, rank + size))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         begins, end = [], 0
         for name, shape, dtype, _ in listed:
@@ -153,8 +160,9 @@ class HeldFile:
     def _take(self, tensor: ServedTensor, first: int, last: int) -> torch.Tensor:
         shape = (last - first, *tensor.shape[1:])
         taken, held = torch.empty(shape, dtype=tensor.dtype), 0
-        for of_rank in self._call(partial(_take, name=tensor.name, first=first, last=last)):
-            for start, view, values in of_rank:
+        found = self._call(partial(_take, name=tensor.name, first=first, last=last))
+        for rank in self._holders[tensor.name]:
+            for start, view, values in found[rank]:
                 ends = (at + n for at, n in zip(start, values.shape, strict=True))
                 where = tuple(slice(*each) for each in zip(start, ends, strict=True))
                 taken.view(view or shape)[where] = values
@@ -164,8 +172,10 @@ class HeldFile:
         return taken
 
 
-def _list_tensors(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
-    """Return name, shape, dtype and whether it is taken by rows, of each tensor."""
+def _list_tensors(
+    model: nn.Module,
+) -> tuple[int, list[tuple[str, tuple[int, ...], torch.dtype, bool]]]:
+    """Return the ranks of this stage, and of each tensor name, shape, dtype and if by rows."""
     layout, _ = _layout(model)
     converted = [path for path, each in model.named_modules() if getattr(each, "conversions", None)]
     found = []
@@ -183,7 +193,7 @@ def _list_tensors(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dt
         if entry.tied_to is None:
             views = {box.view for box in boxes} - {None, entry.shape}
             found.append((name, tuple(entry.shape), dtype, not views))
-    return found
+    return layout.ranks, found
 
 
 def _take(
@@ -194,7 +204,10 @@ def _take(
     Each with its start, counted from the first row, and the view in which it counts.
     """
     layout, rank = _layout(model)
-    entry, expert = layout.find(name)
+    try:
+        entry, expert = layout.find(name)
+    except KeyError:  # another pipeline stage has it
+        return []
     tensor = _tensor(model, entry.parameter).detach()
     found: list[tuple[tuple[int, ...], tuple[int, ...] | None, torch.Tensor]] = []
     for ranks, box in layout.held_by(entry, expert):

@@ -34,6 +34,9 @@ class Scheduler(Allocator):
     reuses pages only up to a saved state. A step ends where one is to be saved: at the last page
     end of a prompt that leaves a token to compute, and where the prompt parts from what is cached.
 
+    With ``batches`` of more than one, :meth:`schedule` is called before the step that it returned
+    last is finished, and takes a share of the other sequences. Meanwhile none is preempted.
+
     Args:
         pool: pages of the cache.
         host: pages in host memory that sequences are swapped to.
@@ -45,6 +48,7 @@ class Scheduler(Allocator):
         has_states: True if layers keep a state of each sequence.
         host_states: number of states in host memory, for sequences that are swapped out.
         max_loras: most adapters of running sequences; those of another one wait in turn.
+        batches: most steps in flight, each of other sequences: as many as a pipeline has stages.
 
     """
 
@@ -60,10 +64,12 @@ class Scheduler(Allocator):
         has_states: bool = False,
         host_states: int = 0,
         max_loras: int = 8,
+        batches: int = 1,
     ) -> None:
         super().__init__(pool, host, max_num_seqs, prefix_caching, has_states, host_states)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.window, self.max_loras = window, max_loras
+        self.window, self.max_loras, self.batches = window, max_loras, batches
+        self.in_flight: set[Sequence] = set()  # with several batches
         self.waiting: list[Sequence] = []  # in the order of arrival, as the running ones
         self.preemptions = 0
 
@@ -71,31 +77,45 @@ class Scheduler(Allocator):
         """Choose the sequences and tokens of the next step, and allocate their pages."""
         step = Step()
         budget = self.max_num_batched_tokens
-        preemptions = self.preemptions
+        preemptions, admits = self.preemptions, True
+        most = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+        most = -(-most // self.batches)
         position = 0
-        while position < len(self.running) and budget and position < self.max_num_seqs:
+        while position < len(self.running) and budget and len(step.scheduled) < most:
             sequence = self.running[position]
+            if sequence in self.in_flight:
+                position += 1
+                continue
             count = min(len(sequence.tokens) - sequence.num_computed, budget)
             if sequence.saved_at:
                 count = min(count, sequence.saved_at[0] - sequence.num_computed)
             needs_pages = sequence.num_computed + count > sequence.num_writable
             if needs_pages and not self._allocate_or_preempt(sequence, count, step):
+                admits = False
                 break
             if sequence.row < 0:
-                self._take_row(sequence)
+                self._take_row(sequence, step)
             step.scheduled.append((sequence, count))
             budget -= count
             position += 1
-        step.states.copied += [(first, row) for row, first in self._forked.items()]
-        self._forked.clear()
-        if self.preemptions == preemptions:  # else pages are short, and nothing is admitted
-            while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        if admits and self.preemptions == preemptions:  # else pages are short
+            while (
+                self.waiting
+                and budget
+                and len(self.running) < self.max_num_seqs
+                and len(step.scheduled) < most
+            ):
                 count = self._start(self.waiting[0], budget, step)
                 if not count:
                     break
                 budget -= count
-        if step.scheduled and self.has_states:  # an empty step is not run
-            step.saved += self.saved.copies()
+        if step.scheduled:  # an empty step is not run
+            step.states.copied += [(first, row) for row, first in self._forked.items()]
+            self._forked.clear()
+            if self.has_states:
+                step.saved += self.saved.copies()
+            if self.batches > 1:
+                self.in_flight.update(sequence for sequence, _ in step.scheduled)
         return step
 
     def schedule_alone(self, sequence: Sequence, end: int) -> Step | None:
@@ -147,6 +167,8 @@ class Scheduler(Allocator):
     def mark_computed(self, step: Step) -> None:
         """Record that the step's tokens are in the cache; cache full pages for other prompts."""
         size = self.pool.page_size
+        if self.in_flight:
+            self.in_flight.difference_update(sequence for sequence, _ in step.scheduled)
         for sequence, count in step.scheduled:
             if sequence.finish_reason is not None:
                 continue  # the sequence ended after the launch
@@ -186,7 +208,7 @@ class Scheduler(Allocator):
                     request.sequences.append(sequence)
                     self.add(sequence)
                     continue
-                self._take_row(sequence)
+                self._take_row(sequence, Step())
                 self._forked[sequence.row] = first.row
             sequence.num_computed, sequence.pages = first.num_computed, list(first.pages)
             sequence.num_cached_pages, sequence.prefix = first.num_cached_pages, first.prefix
@@ -200,6 +222,7 @@ class Scheduler(Allocator):
         for queue in (self.waiting, self.running):
             if sequence in queue:
                 queue.remove(sequence)
+        self.in_flight.discard(sequence)
         self._free_pages(sequence)
         self.host.free(sequence.host_pages)
         sequence.host_pages = []
@@ -211,6 +234,7 @@ class Scheduler(Allocator):
         This follows a step that failed or was dropped, if layers have states: the step may have
         advanced any of them. Saved states stay, because no step advances them.
         """
+        self.in_flight.clear()
         for sequence in list(self.running):
             self.running.remove(sequence)
             self._free_pages(sequence)
@@ -219,6 +243,7 @@ class Scheduler(Allocator):
     def reset(self) -> None:
         """Remove all sequences and free all pages, even after a failure in the middle of a step."""
         self.waiting, self.running = [], []
+        self.in_flight.clear()
         self.pool.reset()
         self.host.reset()
         self._free_all()
@@ -263,7 +288,7 @@ class Scheduler(Allocator):
             count = min(count, sequence.saved_at[0] - sequence.num_computed)
         allocated = self._allocate(sequence, count, step)
         assert allocated, "_admit made sure that the pages for all its tokens are free"
-        self._take_row(sequence)
+        self._take_row(sequence, step)
         if sequence.host_state >= 0:
             step.states.swapped_in.append((sequence.host_state, sequence.row))
             self._free_host_state(sequence)
@@ -298,8 +323,13 @@ class Scheduler(Allocator):
         return True
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int, step: Step) -> bool:
-        """Allocate, preempting the last sequences if needed; False if it was preempted itself."""
+        """Allocate, preempting the last sequences if needed; False if it was preempted itself.
+
+        While other steps are in flight, none is preempted: pages may be free after them.
+        """
         while not self._allocate(sequence, count, step):
+            if self.in_flight:
+                return False
             last = self.running[-1]
             self._preempt(last, step)
             if last is sequence:

@@ -13,7 +13,7 @@ from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.core.digests import ModelDigest, digest_of, source_digests
 from vllm_module.core.report import fold
 from vllm_module.errors import ModelNotReadyError, WeightReadError
-from vllm_module.layout import Layout
+from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
@@ -39,6 +39,13 @@ def _held_and_sent(model: nn.Module, *, names: frozenset[str]) -> tuple[ModelDig
     sent = source_digests(model)
     boxes = {name: boxes for name, boxes in sent.boxes.items() if name in names}
     return digest_of(model, names=names), ModelDigest(boxes, sent.ranks)
+
+
+def _layout_of(model: Any, *, ranks: int) -> Layout:
+    """Return where the ranks of a stage keep its tensors."""
+    regions = {name: Region.of(name, each) for name, each in model.expected_weights().items()}
+    found: Layout = model.plan_weights(regions).layout(ranks)
+    return found
 
 
 class WeightMethods:
@@ -331,10 +338,12 @@ class WeightMethods:
 
     def layout(self) -> Layout:
         """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan."""
-        model = self.executor.worker.model
-        regions = {name: Region.of(name, each) for name, each in model.expected_weights().items()}
         with self.engine.alone():
-            return model.plan_weights(regions).layout(self.executor.size)
+            stages, size = self.executor.stages, self.executor.size // self.executor.stages
+            if stages == 1:
+                return _layout_of(self.executor.worker.model, ranks=size)
+            found = self.executor.apply_model(partial(_layout_of, ranks=size))
+        return layout_of_stages(found[::size])  # in the order of ranks, the last stage first
 
     def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -17,10 +17,10 @@ from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
     DeviceOptions,
+    EngineRankOptions,
     JsonOption,
     ModelOptions,
     PrecisionOptions,
-    RankOptions,
     Source,
 )
 from vllm_module.cli.output import (
@@ -67,7 +67,7 @@ def bench(
     seed: Annotated[
         int, typer.Option("--seed", metavar="S", help="Seed of the random prompts.")
     ] = 0,
-    ranks: RankOptions,
+    ranks: EngineRankOptions,
     precision: PrecisionOptions,
     model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,

@@ -17,10 +17,10 @@ from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
     DeviceOptions,
+    EngineRankOptions,
     LengthOption,
     ModelOptions,
     PrecisionOptions,
-    RankOptions,
     SamplingOptions,
     Source,
 )
@@ -59,7 +59,7 @@ def chat(
             "--system", metavar="TEXT", help="Instructions for the model, before the first message."
         ),
     ] = None,
-    ranks: RankOptions,
+    ranks: EngineRankOptions,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(

@@ -12,10 +12,10 @@ from vllm_module.cli.options import (
     AdapterOption,
     DeviceOptions,
     DTypeOptions,
+    EngineRankOptions,
     JsonOption,
     LengthOption,
     ModelOptions,
-    RankOptions,
     Source,
 )
 from vllm_module.cli.output import (
@@ -39,7 +39,7 @@ def check(
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="Text to continue; may be repeated."),
     ] = None,
-    ranks: RankOptions,
+    ranks: EngineRankOptions,
     tokens: Annotated[
         int,
         typer.Option("--tokens", min=1, metavar="K", help="Tokens to generate for each prompt."),

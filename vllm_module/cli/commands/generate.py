@@ -14,11 +14,11 @@ from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
     DeviceOptions,
+    EngineRankOptions,
     JsonOption,
     LengthOption,
     ModelOptions,
     PrecisionOptions,
-    RankOptions,
     SamplingOptions,
     Source,
     UsageError,
@@ -53,7 +53,7 @@ def generate(
             "--prompt-ids", metavar="1,2,3", help="Token ids to continue; may be repeated."
         ),
     ] = None,
-    ranks: RankOptions,
+    ranks: EngineRankOptions,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(

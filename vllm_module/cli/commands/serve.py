@@ -18,11 +18,11 @@ from vllm_module.cli.options import (
     CacheDType,
     CacheDTypeOption,
     DeviceOptions,
+    EngineRankOptions,
     LengthOption,
     ModelOptions,
     Options,
     PrecisionOptions,
-    RankOptions,
     Source,
 )
 from vllm_module.cli.output import CommandError, announce, working
@@ -194,7 +194,7 @@ def serve(
     *,
     server: ServerOptions,
     adapters: ServedAdapterOptions,
-    ranks: RankOptions,
+    ranks: EngineRankOptions,
     precision: PrecisionOptions,
     model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,

@@ -122,16 +122,17 @@ class Allocator:
             heappush(self._free_host_states, sequence.host_state)
         sequence.host_state = -1
 
-    def _take_row(self, sequence: Sequence) -> None:
+    def _take_row(self, sequence: Sequence, step: Step) -> None:
         """Assign a row of the block tables to ``sequence``.
 
         There may be more samples than rows (``max_num_seqs``). Then the last sequence with a row
-        loses it; it is not in this step, which has fewer sequences than rows. With states this does
-        not occur.
+        that is not in this step loses it. With states this does not occur.
         """
         if not self._free_rows:
             assert not self.has_states, "no more sequences run than there are rows"
-            self._free_row(next(each for each in reversed(self.running) if each.row >= 0))
+            taken = [each for each, _ in step.scheduled]
+            others = (each for each in reversed(self.running) if each not in taken)
+            self._free_row(next(each for each in others if each.row >= 0))
         sequence.row = heappop(self._free_rows)
 
     def _free_row(self, sequence: Sequence) -> None:

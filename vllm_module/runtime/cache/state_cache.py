@@ -108,7 +108,7 @@ class StateCache:
         All states copied on the device are read before any is written, layer by layer. This needs
         memory for the states that are read.
         """
-        if moves.copied:
+        if moves.copied and self._states:
             device = self._states[0].device
             sources, targets = torch.tensor(moves.copied).t().contiguous().to(device)
         for states, host in zip(self._states, self._host, strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.core.fill import refuse_nan_sent
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.runtime.devices import as_called, own_device
 from vllm_module.runtime.ranks.group import Ranks
@@ -16,6 +17,7 @@ from vllm_module.runtime.ranks.worker import SLEEPING, Worker
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight, send_weights
 from vllm_module.weights.changes import Changes, whole_tensors
+from vllm_module.weights.region import Region
 
 
 class WeightChanges:
@@ -29,6 +31,7 @@ class WeightChanges:
     """
 
     size: int
+    stages: int
     leads: bool
     worker: Worker
     _ranks: Ranks
@@ -60,7 +63,9 @@ class WeightChanges:
             weights = as_called(weights, own_device(torch.device("cuda")))
         with self._or_refuse():
             # Other ranks get the weights one by one, and write each before the next one arrives.
-            if self.size > 1 and isinstance(weights, Collection):
+            if self.stages > 1 and isinstance(weights, Collection):
+                self._check_stages(weights, whole)
+            elif self.size > 1 and isinstance(weights, Collection):
                 self.check()
                 self._each("check_update", weights, whole)
             # Some elements of tensors are few bytes: they go to the other ranks as they are.
@@ -88,6 +93,22 @@ class WeightChanges:
                 caches = [] if self._awaits_weights else ["kv_cache"]
                 self._everywhere("wake_up", caches)
                 self._wake(["weights", *caches])
+
+    def _check_stages(
+        self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool
+    ) -> None:
+        """Raise what any stage would raise before it writes anything of an update.
+
+        Stages get names, shapes and dtypes. The values are here.
+        """
+        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+        described = [
+            (name, each if isinstance(each, Changes) else Region.of(name, each))
+            for name, each in pairs
+        ]
+        self._everywhere("check_update", described, whole)
+        if not self.worker.model.allow_nan:
+            refuse_nan_sent(pairs)
 
     def load_adapter(self, number: int, path: str) -> list[LoadedAdapter]:
         """Load an adapter on every rank, and return what each has, by rank.

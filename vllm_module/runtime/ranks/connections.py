@@ -15,6 +15,7 @@ import torch.distributed as dist
 from vllm_module.base.process_groups import private_group
 from vllm_module.base.waiting import interruptibly
 from vllm_module.config import EngineConfig
+from vllm_module.distributed import PipelineStage
 from vllm_module.runtime.devices import current
 
 _stores: Any = dist  # torch.distributed has the stores; its type hints lack them
@@ -27,23 +28,39 @@ _engines: dict[range, itertools.count[int]] = defaultdict(itertools.count)
 class Connections(NamedTuple):
     """What connects a rank to the other ranks of its engine.
 
-    ``group`` is the tensor-parallel group; ``control`` carries messages between CPUs and has no
-    timeout.
+    ``group`` is the tensor-parallel group, ``None`` for a pipeline stage of one rank. ``control``
+    has the ranks of all stages, carries messages between CPUs and has no timeout. ``pipe`` connects
+    the ranks that have one number in their stages, by stage; ``None`` without stages.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     control: dist.ProcessGroup
+    pipe: dist.ProcessGroup | None = None
 
 
-def connect(store: Any, rank: int, size: int, device: torch.device) -> Connections:
+def stage_of(rank: int, size: int, stages: int) -> tuple[PipelineStage, int]:
+    """Return the pipeline stage of an engine's rank, and its number among the stage's ranks.
+
+    The first ranks have the last stage: rank 0 samples, from logits that it computes itself.
+    """
+    place, number = divmod(rank, size // stages)
+    return PipelineStage(stages - 1 - place, stages), number
+
+
+def connect(store: Any, rank: int, size: int, device: torch.device, stages: int = 1) -> Connections:
     """Connect this process, as rank ``rank`` of ``size``, to those that share ``store``."""
 
+    def join(name: str, rank: int, size: int) -> dist.ProcessGroup:
+        return private_group(_stores.PrefixStore(name, store), rank, size, device, _TIMEOUT)
+
     def create() -> Connections:
-        group, control = (_stores.PrefixStore(name, store) for name in ("group", "control"))
+        stage, number = stage_of(rank, size, stages)
+        control = _stores.PrefixStore("control", store)
         with current(device):  # a new thread's device is the first one
             return Connections(
-                private_group(group, rank, size, device, _TIMEOUT),
+                join(f"group {stage.rank}", number, size // stages) if size > stages else None,
                 private_group(control, rank, size, torch.device("cpu"), _FOREVER),
+                join(f"pipe {number}", stage.rank, stages) if stages > 1 else None,
             )
 
     return interruptibly(create)
@@ -66,7 +83,7 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def connect_in_world(ranks: range, device: torch.device) -> Connections:
+def connect_in_world(ranks: range, device: torch.device, stages: int = 1) -> Connections:
     """Connect this process to those of the world that have the numbers ``ranks``, itself one."""
     rank, size = world()
     if dist.is_initialized():
@@ -75,7 +92,7 @@ def connect_in_world(ranks: range, device: torch.device) -> Connections:
         store = interruptibly(partial(_launcher_store, os.getpid()))
     name = f"engine {next(_engines[ranks])} of ranks {ranks.start} to {ranks.stop - 1} of {size}"
     store = _stores.PrefixStore(name, store)
-    return connect(store, rank - ranks.start, len(ranks), device)
+    return connect(store, rank - ranks.start, len(ranks), device, stages)
 
 
 @cache  # rank 0 may be the store's server, which the others use for as long as they run
@@ -94,6 +111,8 @@ def processes_of_world(config: EngineConfig) -> range | None:
     """
     backend, size = config.distributed_executor_backend, config.tensor_parallel_size
     rank, processes = world()
+    if config.pipeline_parallel_size > 1:
+        return _processes_of_stages(config, processes)
     if backend == "uni" and size > 1:
         raise ValueError(
             f"tensor_parallel_size is {size}, and distributed_executor_backend 'uni' is an engine "
@@ -116,5 +135,28 @@ def processes_of_world(config: EngineConfig) -> range | None:
             f"tensor_parallel_size is {size}, and torchrun has started {processes} ranks: leave it "
             f"out, start {size}, or say which is meant: distributed_executor_backend "
             "'external_launcher' makes several engines of these processes, 'mp' starts ranks"
+        )
+    return range(processes)
+
+
+def _processes_of_stages(config: EngineConfig, processes: int) -> range | None:
+    """Do the same for an engine of several pipeline stages."""
+    backend, stages = config.distributed_executor_backend, config.pipeline_parallel_size
+    if backend in ("uni", "external_launcher"):
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, and distributed_executor_backend is {backend!r}: "
+            "only rank 0 of a pipeline gets tokens, and the other ranks do what it says. Leave the "
+            "backend out, or take 'mp', which starts the ranks"
+        )
+    if backend is not None or not under_torchrun():
+        return None
+    asked = "tensor_parallel_size" in config.model_fields_set
+    size = config.tensor_parallel_size
+    if processes % stages or (asked and processes != size * stages):
+        ranks = f" of {size} tensor-parallel ranks each" if asked else ""
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, and torchrun has started {processes} processes, "
+            f"which are not {stages} stages{ranks}: start a process for each rank of each stage, "
+            "or give distributed_executor_backend='mp', which starts them"
         )
     return range(processes)

@@ -13,9 +13,10 @@ import torch
 
 from vllm_module.base.messages import describe_error, shorten
 from vllm_module.base.waiting import at_most, until
+from vllm_module.build.consistency import demand_alike
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
-from vllm_module.distributed import tensor_parallel, together
+from vllm_module.distributed import StagePipe, pipeline_parallel, tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.kernels.matmul.code_rows import fastest_code_rows
 from vllm_module.kernels.matmul.linear import Products, fastest_products, products
@@ -23,10 +24,16 @@ from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.runtime.devices import current, own_device
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.ranks.changing import WeightChanges
-from vllm_module.runtime.ranks.connections import Connections, connect, meeting_place
+from vllm_module.runtime.ranks.connections import (
+    Connections,
+    connect,
+    meeting_place,
+    stage_of,
+)
 from vllm_module.runtime.ranks.extension import worker_class
 from vllm_module.runtime.ranks.group import Ranks
-from vllm_module.runtime.ranks.worker import Worker, check_ranks
+from vllm_module.runtime.ranks.in_flight import StepInFlight, StepsInFlight, heard_ahead
+from vllm_module.runtime.ranks.worker import SequenceMemory, Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import receive_weights
 
@@ -34,10 +41,10 @@ from vllm_module.weights import receive_weights
 class Executor(WeightChanges):
     """Loads a model on every rank and runs each method on every rank.
 
-    With a ``tensor_parallel_size`` of more than one, it starts the other ranks as processes, which
-    end with this one. Under torchrun, or in a group of ``tensor_parallel``, every rank makes an
-    executor: rank 0 calls the methods, and the others :meth:`follow`. With the backend
-    ``external_launcher`` every rank makes the same calls.
+    With more than one rank, it starts the others as processes, which end with this one. Under
+    torchrun, or in a group of ``tensor_parallel``, every rank makes an executor: rank 0 calls the
+    methods, and the others :meth:`follow`. With the backend ``external_launcher`` every rank makes
+    the same calls. Rank 0 is of the last pipeline stage.
 
     If another rank fails or ends, any method closes the executor and raises ``RankError``, which
     names the rank and the failure.
@@ -49,7 +56,8 @@ class Executor(WeightChanges):
         connections: those to the other ranks, if they exist.
 
     Attributes:
-        rank, size: this process's rank, and the number of ranks.
+        rank, size: this process's rank, and the number of ranks of all stages.
+        stages: the number of pipeline stages.
         leads: False on a rank that has to :meth:`follow`.
         worker: this rank's part of the work.
         products: what multiplies on a CPU (torch, oneDNN or loops over the codes of quantized
@@ -78,11 +86,12 @@ class Executor(WeightChanges):
             """Find the model here, so that the ranks on this host read from the same folder."""
             nonlocal model
             model = ModelSource.find(model, load_config.load_format)
-            check_ranks(model, size)
+            check_ranks(model, size, self.stages)
             return model, load_config, device_config, config
 
         worker = worker_class(Worker, config.worker_extension_cls)
         size, device = config.tensor_parallel_size, device_config.torch_device
+        self.stages = config.pipeline_parallel_size
         if device.type == "meta":
             raise ValueError(
                 f"device {device_config.device!r} has no memory to run a model in: expected cpu, "
@@ -96,10 +105,21 @@ class Executor(WeightChanges):
         device_config = DeviceConfig(device=str(self._ranks.device))
         if self.rank:
             load_config = load_config.model_copy(update={"show_progress": False})
-        group = self._ranks.group
+        group, pipe = self._ranks.group, self._ranks.pipe
         place: Any = {"rank": 0, "size": 1} if group is None else {"group": group}
-        with self._or_end(), tensor_parallel(**place), current(self._ranks.device):
-            self.worker = worker(model, load_config, device_config, config)
+        self._in_flight = StepsInFlight(self._compute)
+        stage, _ = stage_of(self.rank, self.size, self.stages)
+        with (
+            self._or_end(),
+            tensor_parallel(**place),
+            pipeline_parallel(rank=stage.rank, size=stage.size),
+            current(self._ranks.device),
+        ):
+            settings = model, load_config, device_config, config
+            if pipe is None:
+                self.worker = worker(*settings)
+            else:
+                self._load_stage(partial(worker, *settings, StagePipe(pipe, self._ranks.device)))
         # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
         self.products = Products()
         if self.rank == 0 and self._ranks.device.type == "cpu":
@@ -122,7 +142,7 @@ class Executor(WeightChanges):
         pages = min(most, *self._everywhere("pages", max_model_len))
         if pages < 1:
             raise ValueError(worker.no_page())
-        host_pages = min(most, worker.host_bytes // worker.page_bytes) if worker.page_bytes else 0
+        host_pages = min(most, worker.host_pages)
         self._everywhere("start", pages, host_pages, max_model_len)
         return pages, host_pages
 
@@ -141,6 +161,9 @@ class Executor(WeightChanges):
         Raises ``ModelNotReadyError`` after a failed update of the weights.
 
         """
+        if self.stages > 1:
+            assert isinstance(inputs, StepInputs), "an encoder has no stages"
+            return self.launch(inputs)()
         if self.refusal is not None:
             raise ModelNotReadyError(self.refusal)
         with self._or_end(self._step_timeout), products(self.products):
@@ -148,6 +171,23 @@ class Executor(WeightChanges):
             if self.rank:  # the ranks' tokens are added up
                 sampled = None
             result: torch.Tensor = self._do("run", inputs, sampled)
+        return result
+
+    def launch(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> StepInFlight:
+        """Tell the other stages of a step, and return it; rank 0 computes its own stage later.
+
+        Raises what :meth:`run` raises.
+        """
+        assert sampled is None, "tokens are read before their sequences are scheduled again"
+        if self.refusal is not None:
+            raise ModelNotReadyError(self.refusal)
+        with self._or_end(self._step_timeout):
+            self._tell("run", inputs, self.products)
+        return self._in_flight.add(inputs)
+
+    def _compute(self, inputs: StepInputs) -> torch.Tensor:
+        with self._or_end(self._step_timeout), products(self.products):
+            result: torch.Tensor = self._do("run", inputs)
         return result
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -232,7 +272,10 @@ class Executor(WeightChanges):
         if self.leads:
             raise RuntimeError("rank 0 leads: only the other ranks follow")
         with self._or_end():
-            while (message := self._ranks.hear())[0] != "close":
+            hear = self._ranks.hear
+            for message in heard_ahead(hear) if self.stages > 1 else iter(hear, None):
+                if message[0] == "close":
+                    break
                 self._obey(*message)
         self._closed = (
             "rank 0 closed it, until when this rank ran the model in the constructor. For an "
@@ -309,8 +352,22 @@ class Executor(WeightChanges):
         self.check()
         if not self.leads:
             raise RuntimeError(f"rank {self.rank} follows: call this method on rank 0")
+        if name != "run":
+            self._in_flight.compute()
         if self.size > 1 and self._ranks.is_led:
             self._ranks.tell((name, arguments))
+
+    def _load_stage(self, make: Callable[[], Worker]) -> None:
+        """Load this rank's stage; all stages load, of one model, or none does."""
+
+        def load() -> tuple[SequenceMemory, dict[str, str]]:
+            self.worker = make()
+            return self.worker.kept, self.worker.described
+
+        loaded = together(load, timeout=self._timeout, group=self._ranks.control)
+        kept, described = zip(*loaded, strict=True)
+        demand_alike(described)
+        self.worker.of_other_stages = kept
 
     @contextmanager
     def _or_end(
@@ -370,7 +427,8 @@ def _serve(
     """Run a rank that an executor started."""
     device = own_device(device_config.torch_device, rank)
     torch.set_num_threads(threads)
-    connections = connect(meeting_place(size, port), rank, size, device)
+    stages = config.pipeline_parallel_size
+    connections = connect(meeting_place(size, port), rank, size, device, stages)
     device_config = DeviceConfig(device=str(device))
     # Rank 0 raises these errors too; printing them here would repeat them.
     with suppress(WeightLoadError, RankError), current(device):

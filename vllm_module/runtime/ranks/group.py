@@ -58,9 +58,11 @@ class Ranks:
     *arguments())``, which calls :func:`connect`. No engine uses torch's default group.
 
     Attributes:
-        rank, size: this rank, and the size of ``group``, the tensor-parallel group of
-            torch.distributed.
-        control: a group that carries messages between CPUs and has no timeout.
+        rank, size: this rank, and the number of ranks, those of all pipeline stages.
+        group: the tensor-parallel group of torch.distributed; ``None`` for one rank.
+        control: a group of all ranks that carries messages between CPUs and has no timeout.
+        pipe: the ranks with this rank's number in each pipeline stage; ``None`` without stages.
+        stages: number of pipeline stages.
         device: this rank's device; for CUDA, with its index.
         aborted: True if collectives on devices were aborted, so that their results are wrong.
         is_led: True if rank 0 sends messages; False if every rank is called alike.
@@ -85,6 +87,8 @@ class Ranks:
         self.is_led = True
         self.group: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
+        self.pipe: dist.ProcessGroup | None = None
+        self.stages = config.pipeline_parallel_size
         self._pid = os.getpid()
         self._processes: Processes | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
@@ -109,6 +113,7 @@ class Ranks:
     ) -> None:
         """Join the ranks that are processes already, or start them."""
         backend, size = config.distributed_executor_backend, config.tensor_parallel_size
+        stages = config.pipeline_parallel_size
         asked = "tensor_parallel_size" in config.model_fields_set
         present = surrounding_group() if backend is None else None
         local = int(os.environ.get("LOCAL_RANK", str(world()[0])))
@@ -117,6 +122,11 @@ class Ranks:
                 raise ValueError(
                     f"an engine's ranks are processes, but rank {present.rank} of {present.size} "
                     "is simulated: leave tensor_parallel(rank=..., size=...) out"
+                )
+            if stages > 1:
+                raise ValueError(
+                    f"pipeline_parallel_size is {stages}, and the engine is made in a group of "
+                    "tensor_parallel, which is one stage: make it outside of the block"
                 )
             if asked and size != present.size:
                 raise ValueError(
@@ -143,9 +153,9 @@ class Ranks:
                 )
             self.device = own_device(self.device, local)
             self.is_led, self._owns_groups = backend is None, True
-            self._join(*connect_in_world(ranks, self.device))
-        elif size > 1:
-            self._start(size, work, arguments)
+            self._join(*connect_in_world(ranks, self.device, stages))
+        elif size * stages > 1:
+            self._start(size * stages, work, arguments)
         else:
             launched = backend == "external_launcher"
             self.device = own_device(self.device, local if launched else None)
@@ -254,7 +264,7 @@ class Ranks:
         if self._shares_cores:
             _share_cores(-1)
         if self._owns_groups:
-            for group in (self.control, self.group):
+            for group in (self.control, self.group, self.pipe):
                 if group is not None:
                     group.shutdown()
         self._processes, self.control = None, None
@@ -266,10 +276,11 @@ class Ranks:
         The others then stop waiting for this rank. None of this rank's own waits is left, for which
         destroying its group would wait. NCCL's connections end with the process.
         """
-        for group in (self.control, self.group):
+        for group in (self.control, self.group, self.pipe):
             if group is None or not sends_between_cpus(group):
                 continue
-            for peer in set(range(self.size)) - {self.rank}:
+            rank, size = rank_and_size(group)
+            for peer in set(range(size)) - {rank}:
                 with suppress(RuntimeError, ValueError):
                     nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                     work = dist.irecv(nothing, group=group, group_src=peer, tag=_CUT_TAG)
@@ -281,9 +292,10 @@ class Ranks:
 
         On the host, gloo has timeouts.
         """
-        if self._owns_groups and self.group is not None and self.device.type == "cuda":
-            self.aborted = True  # set before any thread sees that a collective is over
-            self.group.abort()
+        for group in (self.group, self.pipe):
+            if self._owns_groups and group is not None and self.device.type == "cuda":
+                self.aborted = True  # set before any thread sees that a collective is over
+                group.abort()
 
     def _start(
         self, size: int, work: Callable[..., None], arguments: Callable[[], tuple[Any, ...]]
@@ -291,12 +303,12 @@ class Ranks:
         if self.device.type == "cuda":
             if str(self.device) != "cuda":
                 raise ValueError(
-                    f"tensor_parallel_size is {size}, and {self.device} is one device: use 'cuda'"
+                    f"{_sizes(size, self.stages)}, and {self.device} is one device: use 'cuda'"
                 )
             own_device(self.device, size - 1)
         elif size > (most := max(_LEAST_LIMIT, _RANKS_PER_CPU * (os.cpu_count() or 1))):
             raise ValueError(
-                f"tensor_parallel_size is {size}, and each rank is a process: with "
+                f"{_sizes(size, self.stages)}, and each rank is a process: with "
                 f"{os.cpu_count()} CPUs, this machine starts at most {most}. Lower "
                 "tensor_parallel_size"
             )
@@ -307,11 +319,16 @@ class Ranks:
         self._owns_groups = self._shares_cores = True
         given = size, store.port, threads, *values
         self._processes = Processes(size - 1, work, given, self._abort)
-        self._join(*connect(store, 0, size, self.device))
+        self._join(*connect(store, 0, size, self.device, self.stages))
 
-    def _join(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
-        self.rank, self.size = rank_and_size(group)
-        self.group, self.control = group, control
+    def _join(
+        self,
+        group: dist.ProcessGroup | None,
+        control: dist.ProcessGroup,
+        pipe: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.size = rank_and_size(control)
+        self.group, self.control, self.pipe = group, control, pipe
         self._bytes = bytearray(_FRAME)
         self._frame = torch.frombuffer(self._bytes, dtype=torch.uint8)
         for rank in range(1, self.size) if self.rank == 0 else ():
@@ -344,6 +361,12 @@ class Ranks:
                     arrival.wait(timedelta(seconds=_EVIDENCE))
                 messages[rank] = buffer.rstrip(b"\0").decode(errors="replace")
         return messages
+
+
+def _sizes(ranks: int, stages: int) -> str:
+    """Return the settings that ask for so many ranks, for a message."""
+    of_stages = f" and pipeline_parallel_size is {stages}" if stages > 1 else ""
+    return f"tensor_parallel_size is {ranks // stages}{of_stages}"
 
 
 def _share_cores(engines: int, size: int = 1) -> int:

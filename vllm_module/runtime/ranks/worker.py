@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,12 +23,20 @@ from vllm_module.adapters import (
 )
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
+from vllm_module.build.consistency import describe
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.loader import find_and_load
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.core.fill import refuse_nan
-from vllm_module.distributed import tensor_parallel, tensor_parallel_group
+from vllm_module.distributed import (
+    PipelineStage,
+    StagePipe,
+    pipeline_parallel,
+    surrounding_stage,
+    tensor_parallel,
+    tensor_parallel_group,
+)
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.lora_slots import AdapterSlots
@@ -41,6 +49,7 @@ from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
 from vllm_module.weights import Weight
+from vllm_module.weights.sharded_state import ShardedState
 from vllm_module.wrapped.model import TransformersForCausalLM
 
 _log = logging.getLogger(__name__)
@@ -54,6 +63,18 @@ CACHE_DTYPES = {
 }
 
 
+class SequenceMemory(NamedTuple):
+    """What a rank's layers keep of sequences.
+
+    ``windows`` are the sliding windows of its attention layers, in tokens; ``None`` is for a layer
+    that attends to all tokens.
+    """
+
+    page_bytes: int
+    state_bytes: int
+    windows: frozenset[int | None]
+
+
 class Worker:
     """Loads this rank's part of the model and runs steps on it.
 
@@ -61,14 +82,20 @@ class Worker:
         model: the model to load, or its source if that was already found.
         load_config, device_config: as for :func:`~vllm_module.build.loader.get_model`.
         config: settings of the engine.
+        pipe: connects this rank to other stages of a pipeline.
 
     Attributes:
         source: the source of the model.
         model: this rank's part of it.
         device: where it lies.
         rank: the number of this rank.
+        of_other_stages: what ranks of other pipeline stages keep of sequences; the executor sets
+            it. All stages have the same pages and slots of states.
 
     """
+
+    of_other_stages: Sequence[SequenceMemory] = ()
+    _pipe: StagePipe | None = None
 
     def __init__(
         self,
@@ -76,8 +103,9 @@ class Worker:
         load_config: LoadConfig,
         device_config: DeviceConfig,
         config: EngineConfig,
+        pipe: StagePipe | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._pipe = config, pipe
         self.device = device_config.torch_device
         self.source, self.model, self._fingerprint = find_and_load(
             model, load_config, device_config
@@ -89,7 +117,9 @@ class Worker:
         self.state_bytes = state_bytes(self.model, self.source.dtype)
         self.runner: ModelRunner | None = None
         self._group = tensor_parallel_group()
-        self.rank = self._group.rank
+        stage = surrounding_stage.get() or PipelineStage(0, 1)
+        self._stages = stage.size
+        self.rank = (stage.size - 1 - stage.rank) * self._group.size + self._group.rank
         self._shape: tuple[int, int, int] | None = None  # arguments of the last start
         self._took_update = True  # True if all of the last update was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
@@ -108,16 +138,33 @@ class Worker:
     @property
     def window(self) -> int | None:
         """Longest sliding window of a layer, in tokens; ``None`` if a layer has none."""
-        windows = [layer.sliding_window for layer in attention_layers(self.model)]
+        windows = self.kept.windows.union(*(each.windows for each in self.of_other_stages))
         if None in windows:
             return None
         return max((window for window in windows if window is not None), default=None)
 
     @property
+    def kept(self) -> SequenceMemory:
+        """What this rank keeps of sequences."""
+        windows = frozenset(layer.sliding_window for layer in attention_layers(self.model))
+        return SequenceMemory(self.page_bytes, self.state_bytes, windows)
+
+    @property
+    def described(self) -> dict[str, str]:
+        """What all stages have to load alike."""
+        source = self.source
+        return describe(source.config, source.dtype, source.rules, self._fingerprint)
+
+    @property
+    def has_states(self) -> bool:
+        """True if layers of any stage keep a state of each sequence."""
+        return any((self.state_bytes, *(each.state_bytes for each in self.of_other_stages)))
+
+    @property
     def caches_prefixes(self) -> bool:
         """True if prompts reuse pages; with states, which must be saved, only if requested."""
         asked = self.config.enable_prefix_caching
-        return not self.state_bytes if asked is None else asked
+        return not self.has_states if asked is None else asked
 
     @property
     def num_states(self) -> int:
@@ -133,15 +180,28 @@ class Worker:
     def host_states(self) -> int:
         """Number of states that fit into half of the host memory for preempted sequences."""
         # Without attention, no sequence is preempted.
-        if not self.state_bytes or not self.page_bytes:
+        if not self.has_states or not self._most_bytes()[0]:
             return 0
-        most = int(self.config.swap_space * 2**29) // self.state_bytes
+        most = int(self.config.swap_space * 2**29) // self._most_bytes()[1]
         return min(self.config.max_num_seqs, most)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for the pages of preempted sequences."""
-        return int(self.config.swap_space * 2**30) - self.host_states * self.state_bytes
+        states = self.host_states
+        return int(self.config.swap_space * 2**30) - states * (states and self._most_bytes()[1])
+
+    @property
+    def host_pages(self) -> int:
+        """Number of pages that fit into that memory on every rank."""
+        most = self._most_bytes()[0]
+        return self.host_bytes // most if most else 0
+
+    def _most_bytes(self) -> tuple[int, int]:
+        """Return the bytes of a page and of a state on the rank where they are largest."""
+        others = self.of_other_stages
+        pages = max(self.page_bytes, *(each.page_bytes for each in others), 0)
+        return pages, max(self.state_bytes, *(each.state_bytes for each in others), 0)
 
     def pages(self, max_model_len: int) -> int:
         """Return the number of KV cache pages that fit into this rank's memory, beside the states.
@@ -183,7 +243,9 @@ class Worker:
         cache = KVCache(self.model, 1, size, self.device, self.cache_dtype)
         one_state = StateCache(self.model, 1, self.device, self.source.dtype)
         most_pages = -(-max_model_len // size)
-        runner = ModelRunner(self.model, self.device, config.max_num_seqs, most_pages)
+        runner = ModelRunner(
+            self.model, self.device, config.max_num_seqs, most_pages, pipe=self._pipe
+        )
         limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
         for inputs in largest_steps(*limits, size):
             runner.run(inputs)
@@ -211,18 +273,21 @@ class Worker:
         )
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
         self.runner = ModelRunner(
-            self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows
-        )
+            self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows,
+            self._pipe,
+        )  # fmt: skip
         if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
             begin = time.monotonic()
             limits = config.max_num_batched_tokens, config.max_num_seqs, max_model_len
             for inputs in warm_up_steps(*limits, size, num_pages, host_pages):
                 logits = self.run(inputs)
-            warm_up(logits[:1])
+            if self._pipe is None or self._pipe.is_last:
+                warm_up(logits[:1])
             torch.cuda.synchronize()
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len
-        if on_gpu and not config.enforce_eager:
+        # What stages send each other is part of no graph.
+        if on_gpu and not config.enforce_eager and self._pipe is None:
             self.runner.capture(config.max_num_batched_tokens)
 
     def run(
@@ -249,6 +314,8 @@ class Worker:
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
         logits = self.runner.run(inputs, sampled)
+        if self._pipe is not None and not self._pipe.is_last:
+            return logits  # none
         if inputs.adapters and inputs.rows:
             for number in {*inputs.adapters.values()} - self._checked:
                 check_used(self._adapters[number], number)
@@ -368,7 +435,8 @@ class Worker:
             return
         else:
             held = held_tensors(self.model)
-            _check_host_memory(sum(each.nbytes for each in held.values()), self._group.size)
+            ranks = self._group.size * self._stages
+            _check_host_memory(sum(each.nbytes for each in held.values()), ranks)
             self._slept = {path: each.detach().cpu() for path, each in held.items()}
             del held
         self.close()
@@ -413,15 +481,21 @@ class Worker:
             self.start(*self._shape)
 
 
-def check_ranks(source: ModelSource, size: int) -> None:
-    """Raise ``ShardingError`` if the model cannot be divided among ``size`` ranks.
+def check_ranks(source: ModelSource, size: int, stages: int = 1) -> None:
+    """Raise if the model cannot be divided among ``size`` ranks of so many pipeline stages.
 
-    The last rank is tried, because it has the smallest shards, or none.
+    The last rank is tried, because it has the smallest shards, or none. Raises ``ShardingError``,
+    and ``UnsupportedModelError`` for stages of a model or of files that have none.
     """
     with source.open() as checkpoint:
         tensors = len(checkpoint)
+        if stages > 1 and isinstance(checkpoint, ShardedState):
+            raise UnsupportedModelError(
+                f"{source.name} is a sharded state, whose files are of ranks without pipeline "
+                "stages: leave pipeline_parallel_size out, or load the original checkpoint"
+            )
     for rank in (0, size - 1):
-        with tensor_parallel(rank=rank, size=size):
+        with tensor_parallel(rank=rank, size=size), pipeline_parallel(rank=0, size=stages):
             source.build(torch.device("cpu"), tensors)
 
 
