@@ -1,10 +1,11 @@
-"""Layers whose codes are multiplied on a CPU: over two ranks, after updates, and in memory."""
+"""Layers and experts whose codes are multiplied on a CPU: two ranks, updates, and memory."""
 
 from __future__ import annotations
 
 import gc
 import runpy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +13,25 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from torch.nn import functional as F
 
 from vllm_module import vLLMModule
-from vllm_module.distributed import run_ranks
+from vllm_module.distributed import expert_parallel, run_ranks
 from vllm_module.kernels.matmul import code_rows
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.linear import Products, products
-from vllm_module.layers import MergedColumnParallelLinear, RowParallelLinear
+from vllm_module.layers import FusedMoE, MergedColumnParallelLinear, RowParallelLinear
 from vllm_module.quantization import EightBitMethod, Scheme
 from vllm_module.quantization.gguf import GGUFMethod
 from vllm_module.quantization.method import QuantizeMethod
-from vllm_module.quantization.packed import COMPRESSED_TENSORS, GPTQ, PackedMethod
+from vllm_module.quantization.mxfp4 import MXFP4PackedMethod
+from vllm_module.quantization.packed import (
+    AWQ,
+    COMPRESSED_TENSORS,
+    GPTQ,
+    GPTQ_V2,
+    PackedMethod,
+)
 
 pytest.importorskip("numba")
 packing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("packing.py"))))
@@ -46,7 +55,8 @@ def blocks(kind: str) -> tuple[QuantizeMethod, Make]:
         block, draw = BLOCK_TYPES[kind], torch.Generator().manual_seed(seed)
         shape = rows, columns // block.values, block.nbytes
         held = torch.randint(256, shape, dtype=torch.uint8, generator=draw)
-        held[..., 1] = 0x20 + held[..., 1] % 4  # the scale, about 0.01
+        scale = block.nbytes - 1 if kind == "Q6_K" else 1
+        held[..., scale] = 0x20 + held[..., scale] % 4  # about 0.01
         values = gguf.quants.dequantize(held.view(rows, -1).numpy(), quantization)
         return packing.Layer({f"weight_{kind.lower()}": held}, torch.from_numpy(values).double())
 
@@ -58,6 +68,11 @@ def of_floats(rows: int, columns: int, seed: int) -> Any:
     return packing.by_compressed_tensors(weight, group=GROUP)
 
 
+def in_activation_order(rows: int, columns: int, seed: int) -> Any:
+    order = packing.act_order(columns, GROUP)  # slots of a layer have the same
+    return packing.gptq(rows, columns, 4, GROUP, v2=True, order=order, seed=seed)
+
+
 # The method, and what makes a layer of rows and columns with a seed.
 KINDS: dict[str, tuple[QuantizeMethod, Make]] = {
     "int8": (EightBitMethod(Scheme("channel", torch.int8, "none")), eight_bits),
@@ -66,8 +81,17 @@ KINDS: dict[str, tuple[QuantizeMethod, Make]] = {
         PackedMethod(GPTQ, 4, GROUP, symmetric=False),
         lambda rows, columns, seed: packing.gptq(rows, columns, 4, GROUP, seed=seed),
     ),
+    "GPTQ in activation order": (
+        PackedMethod(GPTQ_V2, 4, GROUP, symmetric=False, act_order=True),
+        in_activation_order,
+    ),
+    "AWQ": (
+        PackedMethod(AWQ, 4, GROUP, symmetric=False),
+        lambda rows, columns, seed: packing.awq(rows, columns, GROUP, seed=seed),
+    ),
     "Q8_0": blocks("Q8_0"),
     "Q4_0": blocks("Q4_0"),
+    "Q6_K": blocks("Q6_K"),
 }
 SHAPES = {"up.a": (INNER, HIDDEN), "up.b": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
 
@@ -130,8 +154,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(x))
         return multiplied(x, *arguments)
 
-    for module in ("gguf_blocks", "packed_matmul", "scaled_matmul"):
-        monkeypatch.setattr(f"vllm_module.kernels.matmul.{module}.code_rows_matmul", call)
+    matmuls = "matmul.gguf_blocks", "matmul.packed_matmul", "matmul.scaled_matmul"
+    for module in (*matmuls, "experts.grouped_matmul_mxfp4"):
+        monkeypatch.setattr(f"vllm_module.kernels.{module}.code_rows_matmul", call)
     return seen
 
 
@@ -179,3 +204,62 @@ def test_nothing_is_held_beside_what_a_file_stores(kind: str, counted: list[int]
             model(x[:count])
         assert kept() == before
     assert len(counted) == 8
+
+
+EXPERTS, TOP_K = 5, 2
+SLOTS = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+
+
+def two_in_a_byte(rows: int, columns: int, seed: int) -> Any:
+    """Return MXFP4 by its formula: a sign, 0 to 6, and a power of two for 32 numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(16, (rows, columns), generator=draw)
+    exponents = torch.randint(115, 122, (rows, columns // 32), generator=draw)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[codes % 8]
+    weight = values * (1 - codes // 8 * 2) * 2.0 ** (exponents - 127).repeat_interleave(32, 1)
+    words = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return packing.Layer(
+        {"weight_packed": words, "weight_scale": exponents.to(torch.uint8)}, weight
+    )
+
+
+OF_EXPERTS = {**KINDS, "MXFP4": (MXFP4PackedMethod(), two_in_a_byte)}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole experts"])
+@pytest.mark.parametrize("kind", OF_EXPERTS)
+def test_experts_are_multiplied_where_tokens_go(kind: str, whole: bool, counted: list[int]) -> None:
+    """Two ranks sum to the formula in float64, and only the rows of tokens are multiplied."""
+    method, make = OF_EXPERTS[kind]
+    layers = {
+        f"{expert}.{name}": make(*shape, 10 * expert + at)
+        for expert in range(EXPERTS)
+        for at, (name, shape) in enumerate(SLOTS.items())
+    }
+    draw = torch.Generator().manual_seed(1)
+    x, logits = (torch.randn(7, n, generator=draw) for n in (HIDDEN, EXPERTS))
+    logits[:, 3] = -9  # no token goes there
+
+    def work(rank: int) -> torch.Tensor:
+        with expert_parallel() if whole else nullcontext():
+            moe: Any = FusedMoE(EXPERTS, TOP_K, HIDDEN, INNER)
+        for layer in (moe.w13, moe.w2):
+            layer.quantize(method)
+        moe.load_weights(stored(layers))
+        with torch.inference_mode(), products(Products(codes=64)):
+            return moe(x, logits)
+
+    weights, chosen = logits.double().softmax(-1).topk(TOP_K)
+    weights /= weights.sum(-1, keepdim=True)
+    expected = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        for by, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+            gate, up, down = (layers[f"{expert}.{name}"].weight.double() for name in SLOTS)
+            expected[token] += by * (down @ (F.silu(gate @ row) * (up @ row)))
+    for y in run_ranks(SIZE, work):
+        error = (y.double() - expected).abs().max() / expected.abs().max()
+        assert float(error) < 1e-5
+    of_expert = chosen.flatten().bincount(minlength=EXPERTS).tolist()
+    assert of_expert[3] == 0
+    times = 2 if whole else 2 * SIZE  # two layers, on the rank that has it or on both
+    assert sorted(counted) == sorted(each for each in of_expert if each for _ in range(times))
