@@ -21,6 +21,7 @@ from vllm_module.kernels.matmul.scaled_matmul import (
     check_input_scale,
     dequantized_input,
     quantized_input,
+    scaled_matmul_reference,
 )
 from vllm_module.kernels.operators import (
     checks_values,
@@ -31,7 +32,6 @@ from vllm_module.kernels.operators import (
     tl,
     triton,
 )
-from vllm_module.kernels.rows.quantize import dequantize
 
 _FP8 = torch.float8_e4m3fn
 
@@ -148,26 +148,30 @@ def grouped_matmul_reference(
     """Multiply in plain torch, an expert at a time; no input is quantized."""
     if x.dtype == _FP8:
         x = dequantized_input(x, input_scale, block_columns, dtype)
-    block = (block_rows, block_columns)
 
-    def weight_of(expert: int) -> torch.Tensor:
+    def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if scale is None:
-            return weight[expert]
-        return dequantize(weight[expert], scale[expert], block, dtype)
+            return linear(x, weight[expert], bias)
+        block = block_rows, block_columns
+        own = weight[expert], scale[expert]
+        return scaled_matmul_reference(x, *own, *block, bias, None, False, dtype)
 
-    return by_expert(x.to(dtype), weight_of, weight.shape[1], offsets, bias, rows, top_k)
+    return by_expert(x.to(dtype), product, weight.shape[1], offsets, bias, rows, top_k)
 
 
 def by_expert(
     x: torch.Tensor,
-    weight_of: Callable[[int], torch.Tensor],
+    product: Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor],
     outputs: int,
     offsets: torch.Tensor,
     bias: torch.Tensor | None,
     rows: torch.Tensor | None,
     top_k: int,
 ) -> torch.Tensor:
-    """Return products with the weights of the experts that have rows."""
+    """Return products with the weights of the experts that have rows.
+
+    ``product`` returns that of an expert's rows, with its bias.
+    """
     y = x.new_empty(rows_of(x, rows), outputs)
     bounds = offsets.tolist()
     y[bounds[-1] :] = 0
@@ -176,7 +180,7 @@ def by_expert(
     for expert, (first, last) in enumerate(pairwise(bounds)):
         if first < last:
             own_bias = None if bias is None else bias[expert]
-            y[first:last] = linear(x[first:last], weight_of(expert), own_bias)
+            y[first:last] = product(expert, x[first:last], own_bias)
     return y
 
 

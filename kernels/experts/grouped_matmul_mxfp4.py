@@ -9,7 +9,10 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups, rows_of
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
+from vllm_module.kernels.matmul.code_rows import code_rows_matmul, packed_rows, takes_code_rows
+from vllm_module.kernels.matmul.linear import linear
 from vllm_module.kernels.matmul.matmul_configurations import mxfp4_config_of
+from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
 from vllm_module.kernels.operators import (
     expect,
@@ -108,12 +111,19 @@ def grouped_matmul_mxfp4_reference(
     rows: torch.Tensor | None,
     top_k: int,
 ) -> torch.Tensor:
-    """Dequantize an expert at a time and multiply, in plain torch."""
+    """Multiply by the experts that have rows, one at a time, in plain torch."""
 
-    def weight_of(expert: int) -> torch.Tensor:
-        return dequantize_mxfp4(blocks[expert], scales[expert], x.dtype)
+    def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own = blocks[expert]
+        if takes_code_rows(x, own):
+            values = torch.tensor(E2M1)
+            by = scales[expert].view(torch.float8_e8m0fnu).float()
+            codes = packed_rows(own.flatten(1), by, Packing(4), 32, None, None, values)
+            if codes is not None:
+                return code_rows_matmul(x, codes, bias)
+        return linear(x, dequantize_mxfp4(own, scales[expert], x.dtype), bias)
 
-    return by_expert(x, weight_of, blocks.shape[1], offsets, bias, rows, top_k)
+    return by_expert(x, product, blocks.shape[1], offsets, bias, rows, top_k)
 
 
 def grouped_matmul_mxfp4_triton(*arguments: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from vllm_module.kernels.matmul.matmul_configurations import (
     packed_tiles,
     rows_of_a_tile,
 )
+from vllm_module.kernels.matmul.packed_matmul import packed_matmul_reference
 from vllm_module.kernels.matmul.packed_matmul_tiles import (
     added_packed,
     as_integer,
@@ -127,22 +128,15 @@ def grouped_matmul_packed_reference(
     rows: torch.Tensor | None,
     top_k: int,
 ) -> torch.Tensor:
-    """Dequantize one expert that has rows at a time and multiply, in plain torch."""
-    packing = Packing.of(bits, along, order)
+    """Multiply by the experts that have rows, one at a time, in plain torch."""
 
-    def weight_of(expert: int) -> torch.Tensor:
-        one = slice(expert, expert + 1)
-        return dequantize_experts(
-            words[one],
-            scales[one],
-            packing,
-            group_size,
-            x.dtype,
-            None if zeros is None else zeros[one],
-            None if group_of is None else group_of[one],
-        )[0]
+    def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own_zeros = None if zeros is None else zeros[expert]
+        own_groups = None if group_of is None else group_of[expert]
+        own = words[expert], scales[expert], bits, along, order, group_size, own_zeros, own_groups
+        return packed_matmul_reference(x, *own, None, bias)
 
-    return by_expert(x, weight_of, scales.shape[1], offsets, bias, rows, top_k)
+    return by_expert(x, product, scales.shape[1], offsets, bias, rows, top_k)
 
 
 def grouped_matmul_packed_triton(*arguments: Any) -> torch.Tensor:

@@ -20,17 +20,18 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.matmul.compiled_blocks import BLOCKS
+from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, FP8, IN_TABLE, INT8
 from vllm_module.kernels.matmul.compiled_rows import compiled_multiply
 from vllm_module.kernels.matmul.linear import most_rows_of_codes
 from vllm_module.kernels.matmul.packed_words import Packing
 
-_TRIED = 1, 8, 32  # numbers of rows that are timed
+_TRIED = 1, 8, 32, 128  # numbers of rows that are timed
 _GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
 _ROUNDS = 5
 _WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
-_INT8, _FP8, _CODES, _IN_TABLE = 0, 1, {8: 2, 4: 3, 2: 5}, 4  # as in compiled_rows.py
-_BLOCKS = {"Q8_0": 10, "Q4_0": 11}
 _NO_TABLE = np.empty(0, np.float32)
+_NO_STARTS = np.empty(0, np.int64)
 _threads = threading.Lock()  # numba's threads may be started by one thread at a time
 
 
@@ -38,13 +39,17 @@ class CodeRows(NamedTuple):
     """A weight ``[output, input]`` in groups of bytes that share a scale.
 
     Attributes:
-        kind: how numbers are stored in a byte.
-        rows: uint8 ``[output, groups, bytes]``, contiguous.
+        kind: how numbers are stored in a byte, or in a word of 32 bits.
+        rows: uint8 ``[output, groups, bytes]``, contiguous; or int32 ``[output / 8, groups,
+            inputs]`` if eight outputs share a word.
         scales: float32 ``[output, groups]``; without columns if the bytes hold them.
         zeros: uint8 ``[output, groups]``, subtracted from codes, if ``zero`` is not.
         zero: subtracted from all codes.
         table: float32, values of the codes; or ``None``.
         order: the input of each number in the order of rows; ``None`` if that is their order.
+        group_of: group of each input, int32, if inputs of a group are not side by side; then
+            ``rows`` have one group.
+        places: of eight outputs in their word, if they share one.
 
     """
 
@@ -55,6 +60,13 @@ class CodeRows(NamedTuple):
     zero: int = 0
     table: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    group_of: torch.Tensor | None = None
+    places: Sequence[int] = ()
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return len(self.rows) * (8 if self.kind == DOWN else 1)
 
 
 def eight_bit_rows(
@@ -67,7 +79,7 @@ def eight_bit_rows(
         return None
     if block[0] > 1:
         scale = scale.repeat_interleave(block[0], 0)[:output]
-    kind = _INT8 if weight.dtype == torch.int8 else _FP8
+    kind = INT8 if weight.dtype == torch.int8 else FP8
     return CodeRows(kind, _grouped(weight, groups), scale)
 
 
@@ -82,28 +94,39 @@ def packed_rows(
 ) -> CodeRows | None:
     """Return a weight of ``packed_matmul``, or ``None`` if the loops do not take it."""
     bits, along, order = packing
-    groups, size = scales.shape[1], words.shape[1] * words.dtype.itemsize
     in_table = codebook is not None
-    if along == 0 or group_of is not None or bits not in _CODES or (in_table and bits != 4):
+    if bits not in CODES or (in_table and (bits != 4 or along == 0)):
         return None
-    if size % groups or (groups > 1 and group_size * bits != size // groups * 8):
+    kind, zero = IN_TABLE if in_table else CODES[bits], 0 if in_table else 1 << (bits - 1)
+    scales, columns = scales.float(), packing.codes(words.shape, words.dtype.itemsize * 8)[1]
+    groups = 1 if group_of is not None else scales.shape[1]
+    if columns % groups or (groups > 1 and group_size != columns // groups):
+        return None
+    if along == 0:
+        if bits != 4 or words.dtype != torch.int32 or group_of is not None:
+            return None
+        rows = words.detach().view(len(words), groups, -1)
+        return CodeRows(DOWN, rows, scales, zeros, zero, places=order or range(8))
+    size = words.shape[1] * words.dtype.itemsize
+    if size % groups:
         return None
     return CodeRows(
-        _IN_TABLE if in_table else _CODES[bits],
+        kind,
         _grouped(words, groups),
-        scales.float(),
+        scales,
         zeros,
-        0 if in_table else 1 << (bits - 1),
+        zero,
         codebook,
         _order_of(size, bits, words.dtype.itemsize, order),
+        group_of,
     )
 
 
 def block_rows(blocks: torch.Tensor, kind: str) -> CodeRows | None:
     """Return a weight in blocks of GGUF files, or ``None`` if the loops do not take it."""
-    if kind not in _BLOCKS:
+    if kind not in BLOCKS:
         return None
-    return CodeRows(_BLOCKS[kind], blocks, torch.empty(len(blocks), 0), table=_halves())
+    return CodeRows(BLOCKS[kind], blocks, torch.empty(len(blocks), 0), table=_halves())
 
 
 @functools.cache
@@ -152,25 +175,45 @@ def code_rows_matmul(
 
     """
     rows = x.reshape(-1, x.shape[-1]).float()
-    if weight.order is not None:
-        rows = rows.index_select(1, weight.order)
-    rows = rows.contiguous()
-    output, zeros, table = len(weight.rows), weight.zeros, weight.table
-    y = rows.new_empty(output, len(rows))
-    _multiply()(
-        rows.numpy(),
-        weight.kind,
+    inputs, zeros, table = weight.order, weight.zeros, weight.table
+    place, starts = np.array(weight.places, np.uint64), _NO_STARTS
+    if weight.group_of is not None:
+        inputs, place, starts = _by_group(weight)
+    if inputs is not None:
+        rows = rows.index_select(1, inputs)
+    output = weight.outputs
+    y = rows.new_empty(len(rows), -(-output // 8) * 8)
+    _multiply(weight.kind, weight.group_of is not None)(
+        _array(rows),
         _array(weight.rows),
         _array(weight.scales),
         np.empty((output, 0), np.uint8) if zeros is None else _array(zeros),
         np.float32(weight.zero),
         _NO_TABLE if table is None else _array(table),
+        place,
+        starts,
         y.numpy(),
     )
-    product = y.t() if len(rows) > 1 else y
+    product = y[:, :output]
     if bias is not None:
-        product = product + (bias if len(rows) > 1 else bias.unsqueeze(1))
+        product = product + bias
     return product.to(dtype or x.dtype).reshape(*x.shape[:-1], output)
+
+
+def _by_group(weight: CodeRows) -> tuple[torch.Tensor, Any, Any]:
+    """Return the inputs with those of a group side by side, their places in a row, and groups.
+
+    Of each group there is the first of its inputs, and after the last one their number.
+    """
+    assert weight.group_of is not None
+    group_of = _array(weight.group_of)
+    if weight.order is not None:
+        group_of = group_of[weight.order.numpy()]
+    place = group_of.astype(np.int16).argsort(kind="stable")  # of 16 bits, in linear time
+    starts = np.zeros(weight.scales.shape[1] + 1, np.int64)
+    np.bincount(group_of, minlength=len(starts) - 1).cumsum(out=starts[1:])
+    inputs = torch.from_numpy(place)
+    return inputs if weight.order is None else weight.order[inputs], place.astype(np.uint64), starts
 
 
 def _array(tensor: torch.Tensor) -> Any:
@@ -198,7 +241,7 @@ def fastest_code_rows(
 
     """
     try:
-        _loops(threads)
+        _loops(INT8, False, threads)
     except ImportError:
         return 0
     weights = torch.ones(_WEIGHTS, dtype=torch.int8)
@@ -251,13 +294,13 @@ def _order_of(size: int, bits: int, width: int, order: Sequence[int] | None) -> 
     return words.view(size, in_byte).t().reshape(-1)
 
 
-def _multiply() -> Callable[..., None]:
+def _multiply(kind: int, ordered: bool) -> Callable[..., None]:
     """Return the loops for torch's number of threads. Raises ``ImportError`` without numba."""
-    return _loops(torch.get_num_threads())
+    return _loops(kind, ordered, torch.get_num_threads())
 
 
 @functools.cache
-def _loops(threads: int) -> Callable[..., None]:
+def _loops(kind: int, ordered: bool, threads: int) -> Callable[..., None]:
     try:
         import numba
     except ImportError as error:
@@ -266,7 +309,7 @@ def _loops(threads: int) -> Callable[..., None]:
         ) from error
     available = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined] # set when imported
     threads = min(threads, available)
-    multiply = compiled_multiply(threads > 1)
+    multiply = compiled_multiply(kind, ordered, threads > 1)
     if threads == 1:
         return multiply
 

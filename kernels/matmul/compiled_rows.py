@@ -2,10 +2,10 @@
 
 This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.code_rows`.
 
-A row of the weight is dequantized into memory that stays in the cache, and multiplied by all rows
-of the input. If that is one row, the kinds used most are multiplied without writing their values.
-Loops have lengths that the compiler does not know, because it unrolls those that it knows instead
-of computing eight numbers at once.
+Four or eight rows of the weight are dequantized into memory that stays in the cache, and multiplied
+by all rows of the input. If that is one row, the kinds used most are multiplied without writing
+their values. Loops have lengths that the compiler does not know, because it unrolls those that it
+knows instead of computing eight numbers at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-_AT_ONCE = 16  # outputs that a thread takes at once
+from vllm_module.kernels.matmul import compiled_blocks, compiled_codes
+from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
+
+_AT_ONCE = 32  # outputs that a thread takes at once
 # Sums may be taken in any order. Infinities and NaN stay what they are.
 _OPTIONS: dict[str, Any] = {
     "nogil": True,
@@ -25,133 +28,69 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _half(low: Any, high: Any, halves: Any) -> Any:
-    """Return the float16 number of two bytes; ``halves`` has all, by their bits."""
-    return halves[np.int32(low) | (np.int32(high) << np.int32(8))]
-
-
-def _codes(
-    kind: Any, rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, out: Any
+def _by_group(
+    codes: Any, place: Any, starts: Any, scales: Any, zeros: Any, zero: Any, n: Any, out: Any
 ) -> None:
-    """Write row ``n`` of the weight to ``out [codes in a byte, groups, bytes]``."""
-    for group in range(rows.shape[1]):
+    """Write ``codes [input]`` to ``out`` with the inputs of a group side by side, times its scale.
+
+    ``place`` has the place in ``codes`` of each of them, and ``starts`` the first of each group.
+    """
+    for group in range(len(starts) - 1):
         scale, less = scales[n, group], zero
         if zeros.shape[1]:
             less = np.float32(np.int32(zeros[n, group]))
-        if kind == 0:  # int8
-            for at in range(rows.shape[2]):
-                out[0, group, at] = np.float32(np.int8(rows[n, group, at])) * scale
-        elif kind == 1:  # float8_e4m3fn: bit 3 is bit 23 of a float32
-            for at in range(rows.shape[2]):
-                stored = np.uint32(rows[n, group, at])
-                sign = np.uint32((stored & np.uint32(0x80)) << np.uint32(24))
-                bits = np.uint32(sign | ((stored & np.uint32(0x7F)) << np.uint32(20)))
-                out[0, group, at] = bits.view(np.float32) * np.float32(2.0**120) * scale
-        elif kind == 2:  # a code of 8 bits
-            for at in range(rows.shape[2]):
-                out[0, group, at] = (np.float32(np.int32(rows[n, group, at])) - less) * scale
-        elif kind == 3:  # two codes of 4 bits
-            for at in range(rows.shape[2]):
-                byte = np.int32(rows[n, group, at])
-                out[0, group, at] = (np.float32(byte & np.int32(15)) - less) * scale
-                out[1, group, at] = (np.float32(byte >> np.int32(4)) - less) * scale
-        elif kind == 4:  # two codes of 4 bits, in a table
-            for at in range(rows.shape[2]):
-                byte = np.int32(rows[n, group, at])
-                out[0, group, at] = table[byte & np.int32(15)] * scale
-                out[1, group, at] = table[byte >> np.int32(4)] * scale
-        else:  # four codes of 2 bits
-            for at in range(rows.shape[2]):
-                byte, three = np.int32(rows[n, group, at]), np.int32(3)
-                out[0, group, at] = (np.float32(byte & three) - less) * scale
-                out[1, group, at] = (np.float32((byte >> np.int32(2)) & three) - less) * scale
-                out[2, group, at] = (np.float32((byte >> np.int32(4)) & three) - less) * scale
-                out[3, group, at] = (np.float32(byte >> np.int32(6)) - less) * scale
-
-
-def _blocks(kind: Any, rows: Any, n: Any, halves: Any, out: Any) -> None:
-    """Write row ``n`` of a weight in a GGUF file's blocks to ``out [1, blocks, values]``."""
-    for block in range(rows.shape[1]):
-        scale = _half(rows[n, block, 0], rows[n, block, 1], halves)
-        if kind == 10:  # Q8_0
-            for at in range(out.shape[2]):
-                out[0, block, at] = np.float32(np.int8(rows[n, block, at + 2])) * scale
-        elif kind == 11:  # Q4_0
-            for at in range(out.shape[2] // 2):
-                byte = np.int32(rows[n, block, at + 2])
-                low, high = np.float32(byte & np.int32(15)), np.float32(byte >> np.int32(4))
-                out[0, block, at] = (low - np.float32(8)) * scale
-                out[0, block, at + 16] = (high - np.float32(8)) * scale
-
-
-def _multiplied_at_once(kind: Any) -> Any:
-    """Return whether :func:`_product` takes this kind."""
-    return kind == 0 or kind == 3 or kind >= 10
-
-
-def _product(
-    kind: Any, rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any
-) -> np.float32:
-    """Return the product of one row ``x``, of the shape of ``out`` above, and row ``n``."""
-    product = np.float32(0)
-    for group in range(rows.shape[1]):
-        own = np.float32(0)  # of this group, without its scale
-        if kind == 0:
-            for at in range(rows.shape[2]):
-                own += x[0, group, at] * np.float32(np.int8(rows[n, group, at]))
-        elif kind == 3:
-            less = zero
-            if zeros.shape[1]:
-                less = np.float32(np.int32(zeros[n, group]))
-            for at in range(rows.shape[2]):
-                byte = np.int32(rows[n, group, at])
-                own += x[0, group, at] * (np.float32(byte & np.int32(15)) - less)
-                own += x[1, group, at] * (np.float32(byte >> np.int32(4)) - less)
-        elif kind == 10:
-            for at in range(x.shape[2]):
-                own += x[0, group, at] * np.float32(np.int8(rows[n, group, at + 2]))
-        else:
-            for at in range(x.shape[2] // 2):
-                byte = np.int32(rows[n, group, at + 2])
-                low, high = np.float32(byte & np.int32(15)), np.float32(byte >> np.int32(4))
-                own += x[0, group, at] * (low - np.float32(8))
-                own += x[0, group, at + 16] * (high - np.float32(8))
-        if kind < 10:
-            product += own * scales[n, group]
-        else:
-            product += own * _half(rows[n, group, 0], rows[n, group, 1], table)
-    return product
+        own, written = place[starts[group] : starts[group + 1]], out[starts[group] :]
+        for at in range(len(own)):
+            written[at] = (codes[own[at]] - less) * scale
 
 
 def _products(x: Any, values: Any, n: Any, y: Any) -> None:
-    """Multiply rows of ``x`` by row ``n`` of the weight: four at once, which read it once."""
-    rows, row = x.shape[0], 0
-    while row + 4 <= rows:
-        sum0, sum1 = np.float32(0), np.float32(0)
-        sum2, sum3 = np.float32(0), np.float32(0)
+    """Multiply rows of ``x`` by four rows of the weight, the outputs ``n`` to ``n + 3``.
+
+    Four rows are multiplied at once: their sixteen sums stay in registers.
+    """
+    zero, row = np.float32(0), 0
+    while row + 4 <= x.shape[0]:
+        a0, a1, a2, a3 = zero, zero, zero, zero
+        b0, b1, b2, b3 = zero, zero, zero, zero
+        c0, c1, c2, c3 = zero, zero, zero, zero
+        d0, d1, d2, d3 = zero, zero, zero, zero
         for at in range(x.shape[1]):
-            value = values[at]
-            sum0 += x[row, at] * value
-            sum1 += x[row + 1, at] * value
-            sum2 += x[row + 2, at] * value
-            sum3 += x[row + 3, at] * value
-        y[n, row], y[n, row + 1], y[n, row + 2], y[n, row + 3] = sum0, sum1, sum2, sum3
+            v0, v1, v2, v3 = values[0, at], values[1, at], values[2, at], values[3, at]
+            a, b, c, d = x[row, at], x[row + 1, at], x[row + 2, at], x[row + 3, at]
+            a0, a1, a2, a3 = a0 + a * v0, a1 + a * v1, a2 + a * v2, a3 + a * v3
+            b0, b1, b2, b3 = b0 + b * v0, b1 + b * v1, b2 + b * v2, b3 + b * v3
+            c0, c1, c2, c3 = c0 + c * v0, c1 + c * v1, c2 + c * v2, c3 + c * v3
+            d0, d1, d2, d3 = d0 + d * v0, d1 + d * v1, d2 + d * v2, d3 + d * v3
+        y[row, n], y[row, n + 1], y[row, n + 2], y[row, n + 3] = a0, a1, a2, a3
+        y[row + 1, n], y[row + 1, n + 1], y[row + 1, n + 2], y[row + 1, n + 3] = b0, b1, b2, b3
+        y[row + 2, n], y[row + 2, n + 1], y[row + 2, n + 2], y[row + 2, n + 3] = c0, c1, c2, c3
+        y[row + 3, n], y[row + 3, n + 1], y[row + 3, n + 2], y[row + 3, n + 3] = d0, d1, d2, d3
         row += 4
-    while row < rows:
-        sum0 = np.float32(0)
+    while row < x.shape[0]:
+        a0, a1, a2, a3 = zero, zero, zero, zero
         for at in range(x.shape[1]):
-            sum0 += x[row, at] * values[at]
-        y[n, row] = sum0
+            a = x[row, at]
+            a0, a1 = a0 + a * values[0, at], a1 + a * values[1, at]
+            a2, a3 = a2 + a * values[2, at], a3 + a * values[3, at]
+        y[row, n], y[row, n + 1], y[row, n + 2], y[row, n + 3] = a0, a1, a2, a3
         row += 1
 
 
-def compiled_multiply(parallel: bool) -> Callable[..., None]:
-    """Return what multiplies ``x [rows, input]`` by a weight and writes ``y [output, rows]``.
+_VALUES = compiled_codes.VALUES | compiled_blocks.VALUES
+_PRODUCTS = compiled_codes.PRODUCTS | compiled_blocks.PRODUCTS
 
-    Further arguments are those of :class:`~vllm_module.kernels.matmul.code_rows.CodeRows`. The
-    first call on a machine compiles for some seconds; numba keeps the result in its cache.
+
+def compiled_multiply(kind: int, ordered: bool, parallel: bool) -> Callable[..., None]:
+    """Return what multiplies ``x [rows, input]`` by a weight and writes ``y [rows, output]``.
+
+    The outputs of ``y`` are padded to a multiple of 8. Further arguments are those of
+    :class:`~vllm_module.kernels.matmul.code_rows.CodeRows`. The first call on a machine compiles
+    for some seconds; numba keeps the result in its cache.
 
     Args:
+        kind: how the weight is stored, which the compiler knows.
+        ordered: whether inputs of a group are not side by side; ``place`` and ``starts`` say where.
         parallel: whether numba's threads share the outputs.
 
     Raises:
@@ -161,30 +100,51 @@ def compiled_multiply(parallel: bool) -> Callable[..., None]:
     from numba import njit, prange
     from numba.extending import register_jitable
 
-    for function in (_half, _codes, _blocks, _multiplied_at_once, _product, _products):
-        register_jitable(inline="always")(function)  # a call takes as long as a row
+    down, planes = kind == DOWN, PLANES.get(kind, 1)
+    alone = kind in _PRODUCTS and not ordered  # one row is multiplied without writing values
+    write, product = _VALUES[kind], _PRODUCTS.get(kind, compiled_codes.PRODUCTS[0])
+    together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
+    for function in (*compiled_codes.USED, *compiled_blocks.USED):
+        register_jitable(function)
+    for inlined in (write, product, _by_group, _products):
+        register_jitable(inline="always")(inlined)  # a call takes as long as a row
 
     def multiply(
-        x: Any, kind: Any, rows: Any, scales: Any, zeros: Any, zero: Any, table: Any, y: Any
+        x: Any,
+        rows: Any,
+        scales: Any,
+        zeros: Any,
+        zero: Any,
+        table: Any,
+        place: Any,
+        starts: Any,
+        y: Any,
     ) -> None:
-        outputs, groups, columns = rows.shape[0], rows.shape[1], x.shape[1]
-        planes = 1
-        if kind >= 3 and kind < 6:
-            planes = 4 if kind == 5 else 2
-        size = columns // (planes * groups)
+        groups, columns = rows.shape[1], x.shape[1]
+        outputs, size = rows.shape[0] * each, columns // (planes * groups)
+        one, none, shift = np.ones((1, 1), np.float32), zeros[:1, :0], np.uint32(0)
         for part in prange((outputs + _AT_ONCE - 1) // _AT_ONCE):
-            values = np.empty(columns, np.float32)
-            out = values.reshape(planes, groups, size)
-            alone = x.reshape(len(x), planes, groups, size)[0]
-            for n in range(part * _AT_ONCE, min((part + 1) * _AT_ONCE, outputs)):
-                if len(x) == 1 and _multiplied_at_once(kind):
-                    y[n, 0] = _product(kind, rows, n, scales, zeros, zero, table, alone)
-                    continue
-                if kind < 10:
-                    _codes(kind, rows, n, scales, zeros, zero, table, out)
-                else:
-                    _blocks(kind, rows, n, table, out)
-                _products(x, values, n, y)
+            values = np.empty((together, columns), np.float32)
+            out = values.reshape(together, planes, groups, size)
+            codes = np.empty((planes, groups, size), np.float32)
+            only = x.reshape(len(x), planes, groups, size)[0]
+            last = min((part + 1) * _AT_ONCE, outputs)
+            for first in range(part * _AT_ONCE, last, together):
+                for n in range(first, min(first + together, last)):
+                    if alone and len(x) == 1:
+                        y[0, n] = product(rows, n, scales, zeros, zero, table, only)
+                    elif ordered:
+                        write(rows, n, one, none, np.float32(0), table, 0, shift, codes)
+                        own, flat = values[n - first], codes.reshape(columns)
+                        _by_group(flat, place, starts, scales, zeros, zero, n, own)
+                    else:
+                        if down:
+                            shift = np.uint32(4 * place[n - first])
+                        own = out[n - first]
+                        write(rows, n // each, scales, zeros, zero, table, n, shift, own)
+                if not (alone and len(x) == 1):
+                    for n in range(0, together, 4):
+                        _products(x, values[n : n + 4], first + n, y)
 
     compiled: Callable[..., None] = njit(multiply, parallel=parallel, cache=True, **_OPTIONS)
     return compiled

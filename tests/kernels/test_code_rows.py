@@ -36,11 +36,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     loops = home._multiply
 
-    def multiply() -> Callable[..., None]:
-        multiplied = loops()
+    def multiply(kind: int, ordered: bool) -> Callable[..., None]:
+        multiplied = loops(kind, ordered)
 
         def call(*arguments: Any) -> None:
-            seen.append(arguments[1])
+            seen.append(kind)
             multiplied(*arguments)
 
         return call
@@ -85,6 +85,52 @@ def packed(
     return multiply, expected.double()
 
 
+def down(order: tuple[int, ...] | None) -> Case:
+    """Return a weight whose words have eight outputs, as AWQ stores them, with zeros."""
+    codes = torch.randint(16, (OUTPUT + 3, INPUT))
+    places = torch.tensor(order or range(8)).view(1, 8, 1) * 4
+    words = (codes.view(-1, 8, INPUT) << places).sum(1)
+    words = (words - (words >> 31 << 32)).to(torch.int32)
+    scales = torch.rand(len(codes), INPUT // 64)
+    zero = torch.randint(16, scales.shape).to(torch.uint8)
+    less, scale = (each.double().repeat_interleave(64, 1) for each in (zero, scales))
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return packed_matmul(x, words, scales, Packing(4, 0, order), 64, zeros=zero)
+
+    return multiply, (codes - less) * scale
+
+
+def anywhere(bits: int, order: tuple[int, ...] | None, zeros: bool) -> Case:
+    """Return a weight with the inputs of groups anywhere, and a group that has none."""
+    codes, count = torch.randint(1 << bits, (OUTPUT, INPUT)), 32 // bits
+    places = torch.tensor(order or range(count)) * bits
+    words = (codes.view(OUTPUT, -1, count) << places).sum(-1)
+    words = (words - (words >> 31 << 32)).to(torch.int32)
+    group_of = torch.randint(5, (INPUT,)).int()
+    group_of[group_of == 3] = 0
+    scales = torch.rand(OUTPUT, 5)
+    zero = torch.randint(1 << bits, scales.shape).to(torch.uint8) if zeros else None
+    less = torch.full_like(scales, 1 << (bits - 1)) if zero is None else zero
+    expected = (codes - less.double()[:, group_of]) * scales.double()[:, group_of]
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        packing = Packing(bits, 1, order)
+        return packed_matmul(x, words, scales, packing, 64, zeros=zero, group_of=group_of)
+
+    return multiply, expected
+
+
+def of_bytes(kind: str) -> Case:
+    """Return blocks of random bytes, for types that gguf-py reads and does not write."""
+    quantization = gguf.GGMLQuantizationType[kind]
+    held = torch.randint(256, (OUTPUT, 1, gguf.GGML_QUANT_SIZES[quantization][1])).byte()
+    for at in (0, 2) if kind != "Q6_K" else (208,):
+        held[..., at + 1] = 0x20 + held[..., at + 1] % 8  # a float16 of about 0.01
+    values = gguf.quants.dequantize(held.view(OUTPUT, -1).numpy(), quantization)
+    return lambda x: blocks_matmul(x, held, kind), torch.from_numpy(values).double()
+
+
 def blocks(kind: str) -> Case:
     quantization = gguf.GGMLQuantizationType[kind]
     values = torch.randn(OUTPUT, INPUT).numpy()
@@ -111,11 +157,22 @@ CASES: dict[str, Callable[[], Case]] = {
     "int2": lambda: packed(2, 64),
     "Q8_0": lambda: blocks("Q8_0"),
     "Q4_0": lambda: blocks("Q4_0"),
+    "Q4_K": lambda: of_bytes("Q4_K"),
+    "Q5_K": lambda: of_bytes("Q5_K"),
+    "Q6_K": lambda: of_bytes("Q6_K"),
+    "AWQ": lambda: down(AWQ),
+    "AWQ in plain order": lambda: down(None),
+    "GPTQ in activation order": lambda: anywhere(4, None, zeros=True),
+    "in activation order, symmetric": lambda: anywhere(4, AWQ, zeros=False),
+    "8 bits in activation order": lambda: anywhere(8, None, zeros=True),
 }
+# Of a value that is the difference of two terms, the bound has both: these are offsets at most.
+OFFSETS = {"Q4_K": 63 * 0.032, "Q5_K": 63 * 0.032}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "threads"), [*((case, 1) for case in CASES), ("int4", 2), ("Q8_0", 2)]
+)
 def test_products_are_those_of_the_dequantized_weight(
     case: str, threads: int, calls: list[int]
 ) -> None:
@@ -132,7 +189,8 @@ def test_products_are_those_of_the_dequantized_weight(
         for shape in ((1,), (6,), (2, 1, 2)):
             x = torch.randn(*shape, INPUT)
             y = multiply(x)
-            bound = (INPUT + 4) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
+            terms = weight.abs() + 2 * OFFSETS.get(case, 0.0)
+            bound = (INPUT + 4) * 2.0**-24 * (x.double().abs() @ terms.T)
             assert ((y.double() - x.double() @ weight.T).abs() <= bound).all()
             assert torch.equal(y, multiply(x))
     finally:

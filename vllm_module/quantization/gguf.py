@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -30,9 +30,9 @@ class _Part(NamedTuple):
     def rows(self) -> int:
         return self.weight.shape[-2 if self.kind is None else -3]
 
-    def values(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
-        """Return the values, of one expert or of all that there are."""
-        weight = self.weight if expert is None else self.weight[expert]
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values, of all experts if there are any."""
+        weight = self.weight
         return weight if self.kind is None else dequantize_blocks(weight, self.kind, dtype)
 
 
@@ -117,15 +117,7 @@ class GGUFMethod(QuantizeMethod):
     def apply(
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        products, first = [], 0
-        for part in self._parts(layer):
-            own = None if bias is None else bias.narrow(0, first, part.rows)
-            if part.kind is None:
-                products.append(linear(x, part.weight, own))
-            else:
-                products.append(blocks_matmul(x, part.weight, part.kind, own))
-            first += part.rows
-        return products[0] if len(products) == 1 else torch.cat(products, -1)
+        return _product(self._parts(layer), x, bias)
 
     def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         x = rows.x
@@ -137,10 +129,10 @@ class GGUFMethod(QuantizeMethod):
         shape = len(parts[0].weight), outputs
         expect_groups(x, rows.offsets, rows.bias, rows.order, rows.top_k, shape, x.dtype)
 
-        def weight_of(expert: int) -> torch.Tensor:
-            return torch.cat([part.values(x.dtype, expert) for part in parts])
+        def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return _product((_Part(weight[expert], kind) for weight, kind in parts), x, bias)
 
-        return rows.product(by_expert, weight_of, outputs)
+        return rows.product(by_expert, product, outputs)
 
     def _parts(self, layer: QuantizableLayer) -> Iterator[_Part]:
         """Yield the rows of the weight, in the order of the output."""
@@ -155,6 +147,19 @@ class GGUFMethod(QuantizeMethod):
             dim = 0 if layer.experts is None else 1
             shard = next(each for each in parameter.shards[dim] if each.name == slot.name)
             yield _Part(parameter.data.narrow(dim, shard.offset, shard.padded), kind)
+
+
+def _product(parts: Iterable[_Part], x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply by rows of a weight, one part after the other."""
+    products, first = [], 0
+    for part in parts:
+        own = None if bias is None else bias.narrow(0, first, part.rows)
+        if part.kind is None:
+            products.append(linear(x, part.weight, own))
+        else:
+            products.append(blocks_matmul(x, part.weight, part.kind, own))
+        first += part.rows
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def _parameter_name(kind: str | None) -> str:
