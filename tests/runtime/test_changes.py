@@ -123,12 +123,24 @@ def test_a_quantized_tensor_is_sent_whole(folder: Path) -> None:
         assert tokens(llm) == before
 
 
-def test_an_iterator_to_several_ranks(folder: Path) -> None:
-    with (
-        load(folder, tensor_parallel_size=2) as llm,
-        pytest.raises(
-            WeightLoadError,
-            match=r"norm\.weight: some elements of a tensor are sent to several ranks",
-        ),
-    ):
-        llm.update_weights(iter([("model.norm.weight", at(3)())]))
+def test_an_iterator(folder: Path, llm: LLM) -> None:
+    """Elements and whole tensors come one after another; what is wrong is named."""
+    llm.reload_weights()
+    old = load_file(folder / "model.safetensors")
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    digests = {name: digest_weight(tensor) for name, tensor in old.items()}
+    for name in NAMES:
+        new[name].view(-1)[::9] -= 2.5
+    sent = [(name, find_changes(old[name], new[name])) for name in NAMES[:-1]]
+    for name, changes in sent:  # as a trainer follows what the engine has
+        digests[name] = changes.digest_after(digests[name], old[name])
+    digests[NAMES[-1]] = digest_weight(new[NAMES[-1]])
+    llm.update_weights(iter([*sent, (NAMES[-1], new[NAMES[-1]])]))
+    assert llm.digest().tensors == {name: digest.hex for name, digest in digests.items()}
+    with load(folder) as alone:
+        alone.update_weights(new)
+        assert tokens(llm) == tokens(alone)
+    for make, named in (WRONG["twice"], WRONG["another shape"], WRONG["NaN"]):
+        with pytest.raises(ValueError, match=rf"(?s)model\.norm\.weight.*{named}"):
+            llm.update_weights(iter([("model.norm.weight", make())]))
+    assert llm.digest().tensors == {name: digest.hex for name, digest in digests.items()}

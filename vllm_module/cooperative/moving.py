@@ -2,11 +2,13 @@
 
 Ranks of the source have the first numbers of the group, those of the target the next ones. All of
 them go through the plan's tensors in one order, and know from the plan which messages come: a
-message is what one rank sends to another of a batch of tensors, and has no header.
+message is what one rank sends to another of a batch of tensors. A shorter one goes before it, with
+digests of the version and of the boxes: what was left of another round is no part of this one.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from vllm_module.base.messages import describe_error, printable_name
+from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.base.process_groups import rank_and_size
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.layout import Hop, Layout, Route, TransferPlan
@@ -22,6 +24,7 @@ from vllm_module.layout.layout import EXPERT
 from vllm_module.layout.views import Box, place
 
 _TAG = 1 << 21  # tag of the first stage's messages
+_DIGEST = 16  # bytes
 _Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by name and number of the box
 
 
@@ -52,6 +55,7 @@ def send_boxes(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 1 << 28,
     timeout: float = 600.0,
+    weight_version: str = "",
 ) -> None:
     """Send what this rank holds to the ranks that keep it, as ``plan`` says.
 
@@ -63,13 +67,14 @@ def send_boxes(
         bucket_bytes: most bytes of whole tensors in a batch, unless one alone has more; the same on
             every rank.
         timeout: seconds that a message may take.
+        weight_version: name of the weights, the same on every rank.
 
     Raises:
         RankError: a rank has ended or hangs, or has left in the middle; it names that rank.
         ValueError: a tensor is missing here or has another shape, or the group's size is wrong.
 
     """
-    moving = _Moving(plan, group, timeout)
+    moving = _Moving(plan, group, timeout, weight_version)
     rank = moving.rank
     for batch in moving.batches(bucket_bytes):
         held = {each.name: _held_boxes(source, each, rank, tensors) for each in batch}
@@ -107,16 +112,18 @@ def receive_boxes(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 1 << 28,
     timeout: float = 600.0,
+    weight_version: str = "",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of which this rank keeps a part, for ``update_weights`` of this rank.
 
     A tensor has its whole shape, with zeros outside of the boxes that the rank keeps, where a CPU's
     memory is not touched. Arguments are those of :func:`send_boxes`.
 
-    Raises ``WeightReadError`` if a rank has ended, left or hangs; it names that rank. The model
-    refuses to run if it has a mixture of old and new weights then.
+    Raises ``WeightReadError`` if a rank has ended, left or hangs, or sends weights of another
+    version or plan; it names that rank. The model refuses to run if it has a mixture of old and new
+    weights then.
     """
-    moving = _Moving(plan, group, timeout)
+    moving = _Moving(plan, group, timeout, weight_version)
     at = moving.first_target
     for batch in moving.batches(bucket_bytes):
         arrived = moving.stage(batch, lambda route: route.sent, (0, at), _nothing)
@@ -149,8 +156,10 @@ def _nothing(each: _Moved, number: int) -> torch.Tensor:
 class _Moving:
     """One rank's part of a transfer."""
 
-    def __init__(self, plan: TransferPlan, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self.plan, self.group, self.timeout = plan, group, timeout
+    def __init__(
+        self, plan: TransferPlan, group: dist.ProcessGroup | None, timeout: float, version: str
+    ) -> None:
+        self.plan, self.group, self.timeout, self.version = plan, group, timeout, version
         self.rank, size = rank_and_size(group)
         self.first_target = plan.source_ranks
         if size != plan.source_ranks + plan.target_ranks:
@@ -189,7 +198,7 @@ class _Moving:
 
         ``first`` are the group's numbers of the first rank that sends and that receives.
         """
-        going: dict[int, list[torch.Tensor]] = {}
+        going: dict[int, list[tuple[_Moved, int]]] = {}
         coming: dict[int, list[tuple[_Moved, int]]] = {}
         for each in batch:
             for hop in each.hops(hops(each.route)):
@@ -197,27 +206,36 @@ class _Moving:
                 if source == target:
                     continue
                 if source == self.rank:
-                    box = read(each, hop.box).detach().contiguous()
-                    going.setdefault(target, []).append(box.view(-1).view(torch.uint8))
+                    going.setdefault(target, []).append((each, hop.box))
                 elif target == self.rank:
                     coming.setdefault(source, []).append((each, hop.box))
-        messages = {
-            peer: torch.empty(sum(_nbytes(*box) for box in boxes), dtype=torch.uint8)
-            for peer, boxes in coming.items()
-        }
         tag = _TAG + first[0] * 2 + first[1]
-        packed = {peer: torch.cat(boxes) for peer, boxes in going.items()}
-        works = []
+        packed = {
+            peer: torch.cat([_bytes(read(each, number)) for each, number in boxes])
+            for peer, boxes in going.items()
+        }
+        heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in coming}
+        messages: dict[int, torch.Tensor] = {}
+        sends, receives = [], []
         of: dict[str, Any] = {"group": self.group, "tag": tag}
+        limit = timedelta(seconds=self.timeout)
         peer = self.rank
         try:
-            for peer, memory in messages.items():
-                works.append((peer, dist.irecv(memory, group_src=peer, **of)))
+            for peer, head in heads.items():
+                receives.append((peer, dist.irecv(head, group_src=peer, **of)))
             for peer, memory in packed.items():
-                works.append((peer, dist.isend(memory, group_dst=peer, **of)))
-            for peer, work in works:  # noqa: B007  # the error below names it
-                assert work is not None
-                work.wait(timedelta(seconds=self.timeout))
+                for part in (self._head(going[peer]), memory):
+                    sends.append((peer, dist.isend(part, group_dst=peer, **of)))
+            for peer, work in receives:  # noqa: B007  # as below
+                _wait(work, limit)
+            for peer, boxes in coming.items():
+                # Before the receive is posted: gloo ends a process that gets more than it expects.
+                self._check_head(peer, heads[peer], boxes)
+                nbytes = sum(_nbytes(*box) for box in boxes)
+                messages[peer] = torch.empty(nbytes, dtype=torch.uint8)
+                sends.append((peer, dist.irecv(messages[peer], group_src=peer, **of)))
+            for peer, work in sends:  # noqa: B007  # the error below names it
+                _wait(work, limit)
         except RuntimeError as error:
             how = (
                 f"rank {peer} ended, left or hangs, while weights moved between it and rank "
@@ -236,6 +254,37 @@ class _Moving:
                 values[each.name, number] = part.view(each.dtype).view(each.box(number)[1])
                 at += nbytes
         return values
+
+    def _head(self, boxes: Sequence[tuple[_Moved, int]]) -> torch.Tensor:
+        """Return the digests of this rank's version, and of the boxes of a message."""
+        about = repr([(each.name, each.route.dtype, each.box(number)) for each, number in boxes])
+        both = (hashlib.blake2b(of.encode(), digest_size=_DIGEST) for of in (self.version, about))
+        return torch.frombuffer(bytearray().join(each.digest() for each in both), dtype=torch.uint8)
+
+    def _check_head(
+        self, peer: int, head: torch.Tensor, boxes: Sequence[tuple[_Moved, int]]
+    ) -> None:
+        """Raise ``WeightReadError`` if ``peer`` sends another message than the plan says."""
+        expected = self._head(boxes)
+        if torch.equal(head, expected):
+            return
+        what = "by another plan, or another batch of it,"
+        if not torch.equal(head[:_DIGEST], expected[:_DIGEST]):
+            what = f"of another version than {shorten(self.version)}"
+        raise WeightReadError(
+            f"rank {peer} sends weights {what} where rank {self.rank} expects "
+            f"{printable_name(boxes[0][0].name)}: it is late, sends twice, or has other "
+            "layouts. Use another process group, and send all weights again"
+        )
+
+
+def _wait(work: dist.Work | None, limit: timedelta) -> None:
+    assert work is not None
+    work.wait(limit)
+
+
+def _bytes(box: torch.Tensor) -> torch.Tensor:
+    return box.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _nbytes(each: _Moved, number: int) -> int:

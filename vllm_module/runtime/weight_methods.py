@@ -81,7 +81,8 @@ class WeightMethods:
 
         Raises:
             WeightLoadError: the model refuses the weights.
-            WeightReadError: a tensor has another digest afterwards.
+            WeightReadError: a tensor has another digest afterwards, or an iterator lost touch with
+                the trainer that it receives from.
             RuntimeError: the engine sleeps, and has its weights in host memory.
 
         """

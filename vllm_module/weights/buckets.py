@@ -26,12 +26,12 @@ from vllm_module.base.process_groups import (
 )
 from vllm_module.base.waiting import at_most, interruptibly
 from vllm_module.errors import RankError, WeightReadError
-from vllm_module.kernels.digest.digest import digest_box
-from vllm_module.weights.handle import Weight, read_into
+from vllm_module.weights.changes import Changes
+from vllm_module.weights.handle import Weight
+from vllm_module.weights.packing import PackedTensor, aligned, digest_of
 
 _T = TypeVar("_T")
 
-_ALIGNMENT = 16  # bytes: no dtype needs more
 _LAST_WORDS = 5.0  # seconds that an interrupted rank waits for the others, to tell them
 _CUT_TAG = 1 << 19  # tag of a receive that is posted only to notice a closed connection
 _AGAIN = (
@@ -48,13 +48,15 @@ def send_weights(
     device: torch.device | str | None = None,
     digests: bool = False,
     also: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None,
+    weight_version: str | None = None,
 ) -> None:
     """Send ``weights`` to all other ranks of ``group``, each of which calls `receive_weights`.
 
     Args:
         weights: a mapping, or pairs of name and tensor or handle. For a DTensor, pass its
             ``full_tensor()``. A handle is read straight into the bucket. If an iterator makes the
-            tensors, one at a time is in memory beside the bucket.
+            tensors, one at a time is in memory beside the bucket. Of some elements of a tensor
+            (``vllm_module.weights.changes``) only these are sent.
         group: the ranks that take part, by default the world. Nothing else may use it at the same
             time.
         bucket_bytes: size of the memory that tensors are packed into and sent from. A larger tensor
@@ -65,6 +67,7 @@ def send_weights(
             more on each rank, about.
         also: a function that takes every pair that is sent, as the block of `receive_weights` does.
             If the sender has a model too, pass its ``model.update_weights``.
+        weight_version: name of the weights. Receivers that expect another one refuse them all.
 
     Returns when every receiver has left its block without an error. If ``weights`` raises, the
     receivers are told, and the same exception is raised here. With NCCL, the ranks' messages go
@@ -77,7 +80,7 @@ def send_weights(
         WeightReadError: a tensor that cannot be packed (sparse, on the meta device).
 
     """
-    transfer = _Transfer(None, group, device)
+    transfer = _Transfer(None, group, device, weight_version)
     with transfer.telling():
         sent = transfer.sent(weights, bucket_bytes, digests)
         if also is not None:
@@ -94,6 +97,7 @@ def receive_weights(
     src: int,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    weight_version: str | None = None,
 ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Yield an iterator over the (name, tensor) pairs that rank ``src`` of ``group`` sends.
 
@@ -104,13 +108,16 @@ def receive_weights(
     then; clone what you keep. The block must take all of them. What it raises is sent to the other
     ranks and raised here unchanged. Leaving the block waits for the other receivers.
 
+    With ``weight_version``, weights that the sender names otherwise, or not at all, are refused
+    before the first of them comes: a round that is late or sent twice.
+
     Raises, in the iterator or on leaving the block:
         WeightReadError: the trainer failed; its message is in it. Or a tensor has another digest
             than was sent.
         RankError: as in `send_weights`; also on a rank that left its block too early.
 
     """
-    transfer = _Transfer(src, group, device)
+    transfer = _Transfer(src, group, device, weight_version)
     with transfer.telling():
         tensors = transfer.tensors()
         yield tensors
@@ -130,20 +137,10 @@ def _broadcast(memory: torch.Tensor, group: dist.ProcessGroup | None, source: in
     work.wait()
 
 
-class _Entry(NamedTuple):
-    """The place of a tensor in the bucket, with its name, dtype and shape, and digest if wanted."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    digest: str | None = None
-
-
 class _Coming(NamedTuple):
     """The bucket that the trainer sends next; ``reserve`` is its new capacity, or 0 to keep it."""
 
-    entries: list[_Entry]
+    entries: list[PackedTensor]
     nbytes: int
     reserve: int
 
@@ -155,13 +152,18 @@ class _Status(NamedTuple):
     device: str
     failure: str | None
     coming: _Coming | None
+    version: str | None  # that is sent, or expected
 
 
 class _Transfer:
     """One transfer of weights, on this rank. Every rank takes part in the same meetings."""
 
     def __init__(
-        self, src: int | None, group: dist.ProcessGroup | None, device: torch.device | str | None
+        self,
+        src: int | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        version: str | None,
     ) -> None:
         self.rank, self.size = rank_and_size(group)
         if self.rank < 0:
@@ -171,6 +173,7 @@ class _Transfer:
         elif device is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.src, self.group, self.device = src, group, torch.device(device)
+        self.version = version
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.sender = -1  # rank of the trainer, known after the first meeting
         self.ended = False  # on a receiver: True once every tensor has come
@@ -195,7 +198,7 @@ class _Transfer:
 
     def meet(self, failure: str | None = None, coming: _Coming | None = None) -> _Coming | None:
         """Exchange the ranks' statuses; return the next bucket, or raise what failed."""
-        status = _Status(self.src, self.device.type, failure, coming)
+        status = _Status(self.src, self.device.type, failure, coming, self.version)
         with self._collective():
             statuses: list[Any] = self._wait(partial(gather_objects, status, self.group))
         self.failure = self._verdict(statuses)
@@ -217,12 +220,12 @@ class _Transfer:
                 bucket, source = self.memory[: coming.nbytes], self.sender
                 self._wait(partial(_broadcast, bucket, self.group, source))
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Any]]:
         while (coming := self.meet()) is not None:
             self.carry(coming)
             for entry in coming.entries:
                 tensor = self._place(entry)
-                if entry.digest is not None and (got := digest_box(tensor).hex) != entry.digest:
+                if entry.digest is not None and (got := digest_of(tensor)) != entry.digest:
                     raise WeightReadError(
                         f"{printable_name(entry.name)}: {self._name(self.rank)} has received the "
                         f"digest {got}, and {entry.digest} was sent: it was damaged on the way, so "
@@ -236,7 +239,7 @@ class _Transfer:
         weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
         bucket_bytes: int,
         digests: bool = False,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, Any]]:
         """Send bucket by bucket, and yield the pairs of each."""
         for coming in self.packed(weights, bucket_bytes, digests):
             self.meet(coming=coming)
@@ -254,52 +257,40 @@ class _Transfer:
         """Pack tensors into the bucket; yield its description each time it is full."""
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket has at least 1 byte")
-        entries: list[_Entry] = []
+        entries: list[PackedTensor] = []
         end = reserve = 0
         for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
             if not isinstance(name, str) or not hasattr(weight, "narrow"):
                 got = f"{shorten(name)} and {type(weight).__name__}"
                 raise TypeError(f"expected pairs of name and tensor or handle, got {got}")
-            shape = torch.Size(weight.shape)
-            nbytes = shape.numel() * weight.dtype.itemsize
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if entries and start + nbytes > bucket_bytes:
-                yield _Coming(entries, end, reserve)
-                entries, start, reserve = [], 0, 0
-            if start + nbytes > self.memory.numel():
-                reserve = max(nbytes, bucket_bytes)
-                self._reserve(reserve)
             # A plain str: the others may not know its subclass.
-            entry = _Entry(str.__str__(name), weight.dtype, tuple(shape), start)
-            self._read(weight, entry)
+            number = len(weight.indices) if isinstance(weight, Changes) else None
+            place = str.__str__(name), weight.dtype, tuple(weight.shape), aligned(end)
+            entry = PackedTensor(*place, elements=number)
+            if entries and entry.start + entry.nbytes > bucket_bytes:
+                yield _Coming(entries, end, reserve)
+                entries, reserve, entry = [], 0, entry._replace(start=0)
+            if entry.start + entry.nbytes > self.memory.numel():
+                reserve = max(entry.nbytes, bucket_bytes)
+                self._reserve(reserve)
+            self._demand_open()
+            entry.fill(self.memory, weight)
             if digests:  # of the source: what packs it may be wrong too
-                source = weight if isinstance(weight, torch.Tensor) else self._place(entry)
-                entry = entry._replace(digest=digest_box(source).hex)
+                is_here = isinstance(weight, (torch.Tensor, Changes))
+                entry = entry._replace(digest=digest_of(weight if is_here else self._place(entry)))
             entries.append(entry)
-            end = start + nbytes
+            end = entry.start + entry.nbytes
             del weight  # or it would be in memory while the source makes the next
         if entries:
             yield _Coming(entries, end, reserve)
-
-    def _read(self, weight: Weight, entry: _Entry) -> None:
-        try:
-            read_into(weight, self._place(entry))
-        except RuntimeError as error:  # torch's error, which does not name the tensor
-            name, kind = printable_name(entry.name), type(weight).__name__
-            raise WeightReadError(
-                f"{name} ({kind}, {entry.dtype}) cannot be packed into a bucket; send a dense "
-                f"tensor with data: {describe_error(error)}"
-            ) from error
 
     def _reserve(self, nbytes: int) -> None:
         self.memory = self.memory.new_empty(0)  # free the old one first
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def _place(self, entry: _Entry) -> torch.Tensor:
+    def _place(self, entry: PackedTensor) -> Any:
         self._demand_open()
-        nbytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
-        place = self.memory[entry.start : entry.start + nbytes]
-        return place.view(entry.dtype).view(entry.shape)
+        return entry.within(self.memory)
 
     def _demand_open(self) -> None:
         if self.over:
@@ -355,7 +346,7 @@ class _Transfer:
                 recoverable=True,
             )
         self.sender = senders[0]
-        device = statuses[self.sender].device
+        device, version = statuses[self.sender].device, statuses[self.sender].version
         failures: dict[int, str] = {}
         for rank, status in enumerate(statuses):
             if status.failure is not None:
@@ -365,6 +356,11 @@ class _Transfer:
             elif status.device != device:
                 how = f"receives on {status.device}, but rank {self.sender} sends on {device}"
                 failures[rank] = f"{how}: pass one device"
+            elif status.version not in (None, version):
+                failures[rank] = (
+                    f"expects the weights {shorten(status.version)}, and rank {self.sender} sends "
+                    + (shorten(version) if version is not None else "some without a weight_version")
+                )
         if not failures:
             return None
         message = "\n".join(f"{self._name(rank)} {how}" for rank, how in failures.items())

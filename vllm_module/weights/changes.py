@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from vllm_module.errors import WeightLoadError, WeightReadError
+from vllm_module.errors import WeightReadError
 from vllm_module.weights.region import Region, whole
 
 if TYPE_CHECKING:
@@ -103,6 +103,12 @@ class Changes:
             return f"expected indices in ascending order and each once, got {first} {how}"
         return None
 
+    def digest(self) -> Digest:
+        """Return the sums of these elements in the digest of the new tensor."""
+        from vllm_module.kernels.digest.digest import digest_elements  # loads need no kernels
+
+        return digest_elements(self.indices, self.values, self.region.sizes)
+
     def digest_after(self, digest: Digest, old: torch.Tensor) -> Digest:
         """Return the digest of the new tensor, from the one of the ``old`` tensor.
 
@@ -111,23 +117,7 @@ class Changes:
         from vllm_module.kernels.digest.digest import digest_elements  # loads need no kernels
 
         before = old.detach().reshape(-1)[self.indices]
-        shape = self.region.sizes
-        return (
-            digest
-            + digest_elements(self.indices, self.values, shape)
-            - digest_elements(self.indices, before, shape)
-        )
-
-
-def whole_tensors(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of name and tensor. Raises ``WeightLoadError`` for elements of a tensor."""
-    for pair in pairs:
-        if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Changes):
-            raise WeightLoadError(
-                f"{pair[0]}: some elements of a tensor are sent to several ranks in a mapping, "
-                "not in an iterator"
-            )
-        yield pair
+        return digest + self.digest() - digest_elements(self.indices, before, self.region.sizes)
 
 
 def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:

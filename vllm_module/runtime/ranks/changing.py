@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from vllm_module.core.fill import refuse_nan_sent
-from vllm_module.errors import ModelNotReadyError
+from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.runtime.devices import as_called, own_device
 from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.worker import SLEEPING, Worker
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight, send_weights
-from vllm_module.weights.changes import Changes, whole_tensors
+from vllm_module.weights.changes import Changes
 from vllm_module.weights.region import Region
 
 
@@ -54,13 +54,16 @@ class WeightChanges:
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
         """Update the weights of every rank's model, in place.
 
-        Raises the errors of this rank's model, or ``RankError`` if another rank's model refuses
-        them. If any weight was changed before the error, no step runs until an update loads a whole
-        checkpoint. If the engine sleeps without weights, a whole checkpoint wakes it up.
+        Raises the errors of this rank's model, ``RankError`` if another rank's model refuses them,
+        and ``WeightReadError`` if an iterator lost touch with a trainer. If any weight was changed
+        before the error, no step runs until an update loads a whole checkpoint. If the engine
+        sleeps without weights, a whole checkpoint wakes it up.
         """
         whole = self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
             weights = as_called(weights, own_device(torch.device("cuda")))
+        if not isinstance(weights, Collection):
+            weights = _given(weights)
         with self._or_refuse():
             # Other ranks get the weights one by one, and write each before the next one arrives.
             if self.stages > 1 and isinstance(weights, Collection):
@@ -68,24 +71,14 @@ class WeightChanges:
             elif self.size > 1 and isinstance(weights, Collection):
                 self.check()
                 self._each("check_update", weights, whole)
-            # Some elements of tensors are few bytes: they go to the other ranks as they are.
-            some = isinstance(weights, Mapping) and any(
-                isinstance(each, Changes) for each in weights.values()
-            )
-            if not some:
-                with self._or_end(self._timeout):
-                    self._tell("update_weights", whole)
+            with self._or_end(self._timeout):
+                self._tell("update_weights", whole)
             take = partial(self._do, "update_weights", whole=whole)
-            if some and self.size > 1 and self._ranks.is_led:
-                assert isinstance(weights, Mapping)
-                given = (dict(weights),), {"whole": whole}
-                self._everywhere("call", "update_weights", *given)
-            elif self.size == 1:
+            if self.size == 1:
                 take(weights)
             elif not self._ranks.is_led:
                 self._each("update_weights", weights, whole)
             else:
-                weights = weights if isinstance(weights, Collection) else whole_tensors(weights)
                 with self._or_end(self._timeout, unless_refused=True):
                     send_weights(weights, group=self._ranks.control, also=take)
             self._updated = True
@@ -194,3 +187,11 @@ class WeightChanges:
                     self.refusal = "some ranks took an update of the weights that others refused"
             raise
         self.refusal = None
+
+
+def _given(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+    """Yield ``weights``; that ranks of a trainer are lost is no failure of the engine's ranks."""
+    try:
+        yield from weights
+    except RankError as error:
+        raise WeightReadError(f"the weights of an update did not all come: {error}") from error
