@@ -15,31 +15,45 @@ from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.weights.changes import find_changes
 
 _CLOSE = 1e-4  # how far float32 may be off
-_RANK = 4
 
 
 def check_adapters(test: Callable[..., None], device: Gpu, folder: Path) -> None:
-    """Requests of an adapter, and of the base beside it, have the logprobs of the CPU's engine."""
-    path, adapter = saved(folder, "qwen3"), _adapter(folder / "adapter")
+    """Requests of two adapters and of the base, in one batch, have the logprobs of a CPU's engine.
 
-    def compare() -> dict[str, float]:
-        found, graphs = {}, {}
-        with engine(path, device.name, dtype="float32") as llm:
-            llm.load_adapter("one", str(adapter))
-            for name in ("one", None):  # the base after it, whose steps replay graphs
-                found[name] = generated(llm, name)
+    Those of the base have the bits of an engine without adapters.
+    """
+    path = saved(folder, "qwen3")
+    adapters = {"one": _adapter(folder / "one", 4), "two": _adapter(folder / "two", 20)}
+    names = ["one", None, "two", None, "one"]
+
+    def compare(**options: bool) -> dict[str, float]:
+        with engine(
+            path, device.name, dtype="float32", enable_prefix_caching=False, **options
+        ) as llm:
+            before = generated(llm)
+            for name, adapter in adapters.items():
+                llm.load_adapter(name, str(adapter))
+            found = [generated(llm, names) for _ in range(2)]
+            llm.unload_adapter("two")
+            llm.load_adapter("two", str(adapters["two"]))
+            found.append(generated(llm, names))
+        for each in found:
+            for name, mine, of_base, first in zip(names, each, before, found[0], strict=True):
+                mine, of_base, first = ((ids, v.tolist()) for ids, v in (mine, of_base, first))
+                assert name or mine == of_base, "a row of the base has other bits beside adapters"
+                assert mine == first, "repeated, a step has other bits"
         with engine(path, "cpu", dtype="float32") as llm:
-            llm.load_adapter("one", str(adapter))
-            for name in ("one", None):
-                sequences = [sequence for sequence, _ in found[name]]
-                truth, _ = scored(llm, sequences, name)
-                error = relative(torch.cat([values for _, values in found[name]]), truth)
-                graphs[name] = demand(error, _CLOSE, f"the distance to the CPU, of {name}")
-                other, _ = scored(llm, sequences, None if name else "one")
-                assert relative(other, truth) > 100 * _CLOSE, "the adapter changes nothing"
-        return graphs["one"]
+            for name, adapter in adapters.items():
+                llm.load_adapter(name, str(adapter))
+            sequences = [sequence for sequence, _ in found[0]]
+            truth, _ = scored(llm, sequences, names)
+            other, _ = scored(llm, sequences, [name and "one" for name in names])
+        error = relative(torch.cat([values for _, values in found[0]]), truth)
+        assert relative(other, truth) > 100 * _CLOSE, "the adapters compute the same"
+        return demand(error, _CLOSE, "the distance to the CPU")
 
     test("float32", compare)
+    test("float32, no graphs", lambda: compare(enforce_eager=True))
 
 
 def check_updates(test: Callable[..., None], device: Gpu, folder: Path) -> None:
@@ -72,9 +86,9 @@ def check_updates(test: Callable[..., None], device: Gpu, folder: Path) -> None:
         test(f"from {where}", lambda where=where: compare(where))
 
 
-def _adapter(folder: Path) -> Path:
+def _adapter(folder: Path, rank: int) -> Path:
     """Save an adapter of all queries and down projections in PEFT's layout."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(rank)
     hidden, wide = int(TINY["hidden_size"] or 0), int(TINY["intermediate_size"] or 0)
     queries = int(TINY["num_attention_heads"] or 0) * int(TINY["head_dim"] or 0)
     sizes = {"self_attn.q_proj": (hidden, queries), "mlp.down_proj": (wide, hidden)}
@@ -82,13 +96,13 @@ def _adapter(folder: Path) -> Path:
     for layer in range(int(TINY["num_hidden_layers"] or 0)):
         for name, (inner, outer) in sizes.items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
-            for part, shape in (("lora_A", (_RANK, inner)), ("lora_B", (outer, _RANK))):
+            for part, shape in (("lora_A", (rank, inner)), ("lora_B", (outer, rank))):
                 drawn = torch.randn(shape, generator=generator) * 0.1
                 tensors[f"{prefix}.{part}.weight"] = drawn
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, "task_type": "CAUSAL_LM",
+        "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "task_type": "CAUSAL_LM",
         "target_modules": ["q_proj", "down_proj"],
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))

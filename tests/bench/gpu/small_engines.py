@@ -76,12 +76,15 @@ def prompts() -> list[list[int]]:
     return [torch.randint(int(size or 0), (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def generated(llm: LLM, adapter: str | None = None) -> Scored:
-    """Generate greedily: a prompt's logprobs come from prefill, and new tokens' from decoding."""
+def generated(llm: LLM, adapters: Sequence[str | None] = ()) -> Scored:
+    """Generate greedily: a prompt's logprobs come from prefill, and new tokens' from decoding.
+
+    ``adapters`` has one for each prompt, if any.
+    """
     params = SamplingParams(
         temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
-    outputs = llm.generate(_given(prompts(), adapter), params, use_tqdm=False)
+    outputs = llm.generate(_given(prompts(), adapters), params, use_tqdm=False)
     found = []
     for output in outputs:
         if output.error is not None:
@@ -93,20 +96,24 @@ def generated(llm: LLM, adapter: str | None = None) -> Scored:
     return found
 
 
-def _given(prompts: Sequence[list[int]], adapter: str | None) -> list[dict[str, Any]]:
-    named = {} if adapter is None else {"adapter": adapter}
-    return [{"prompt_token_ids": prompt, **named} for prompt in prompts]
+def _given(prompts: Sequence[list[int]], adapters: Sequence[str | None]) -> list[dict[str, Any]]:
+    named = [
+        {} if each is None else {"adapter": each} for each in adapters or [None] * len(prompts)
+    ]
+    return [
+        {"prompt_token_ids": prompt, **name} for prompt, name in zip(prompts, named, strict=True)
+    ]
 
 
 def scored(
-    llm: LLM, sequences: Sequence[list[int]], adapter: str | None = None
+    llm: LLM, sequences: Sequence[list[int]], adapters: Sequence[str | None] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprobs of the sequences' tokens, as one engine computes them as prompts.
 
     Also return how far each is below the greatest one.
     """
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    outputs = llm.generate(_given(sequences, adapter), params, use_tqdm=False)
+    outputs = llm.generate(_given(sequences, adapters), params, use_tqdm=False)
     found, below = [], []
     for output in outputs:
         if output.error is not None:
