@@ -1,0 +1,188 @@
+"""Faults planted in the way of an adapter from its file to a token: each gives other tokens."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from vllm_module import LLM, SamplingParams
+
+HERE = Path(__file__).parent
+SUPPORT = runpy.run_path(str(HERE / "support.py"))
+adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
+instead = runpy.run_path(str(HERE.parent / "laws" / "faults.py"))["instead"]
+FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
+SHORT = [[1 + i, 7, 9 + i, 3, 5 + 2 * i][: 2 + i % 4] for i in range(6)]
+LONG = [(7 * i + 3) % 60 for i in range(36)]  # two pages that are cached, and a bit
+FILE = "adapter_model.safetensors"
+# Of what transformers has renamed since.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a": {"r": 2, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]},
+    "b": {"r": 5, "target_modules": ["q_proj", "k_proj", "o_proj", "lm_head"]},
+    "c": {"r": 5, "target_modules": ["v_proj", "gate_proj"], "rank_pattern": {"v_proj": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model and three adapters, of which ``b2`` is the second with twice its A."""
+    path = tmp_path_factory.mktemp("faults")
+    small_model("llama", path / "base")
+    for seed, (name, settings) in enumerate(SETTINGS.items()):
+        model = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
+        adapt(model, path / name, seed, lora_alpha=16, **settings)
+    (path / "b2").mkdir()
+    doubled = {n: t * (2 if "lora_A" in n else 1) for n, t in load_file(path / "b" / FILE).items()}
+    save_file(doubled, path / "b2" / FILE)
+    settings = (path / "b/adapter_config.json").read_text()
+    (path / "b2/adapter_config.json").write_text(settings)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Callable[[str | None, list[int]], list[int]]:
+    """Return what transformers and PEFT generate with an adapter, or without one."""
+
+    @cache
+    def model(name: str | None) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+        return base if name is None else peft.PeftModel.from_pretrained(base, folder / name).eval()
+
+    @cache
+    def of(name: str | None, prompt: tuple[int, ...]) -> list[int]:
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(5):
+                ids.append(int(model(name)(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+    return lambda name, prompt: of(name, tuple(prompt))
+
+
+def check(folder: Path, expected: Callable[[str | None, list[int]], list[int]]) -> None:
+    """Serve in one batch, from cached pages, after an update and after an eviction."""
+
+    def ask(prompts: list[list[int]], names: list[str | None], wanted: list[str | None]) -> None:
+        outputs = llm.generate(prompts, FIVE, use_tqdm=False, lora_request=names)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        assert tokens == [expected(*each) for each in zip(wanted, prompts, strict=True)]
+
+    settings = {"max_loras": 2, "max_cpu_loras": 2, "kv_cache_memory_bytes": 1 << 20}
+    with LLM(str(folder / "base"), dtype="float32", **settings) as llm:
+        for name in SETTINGS:
+            llm.load_adapter(name, folder / name)
+        for names in (["c", None, "a", "c", None, "a"], ["b", "a", None, "a", "b", "b"]):
+            ask(SHORT, names, names)
+        for name in (None, "a", "b", None):
+            ask([LONG], [name], [name])
+        llm.update_adapter("b", load_file(folder / "b2" / FILE))
+        ask([LONG, SHORT[0], LONG], ["b", "a", "a"], ["b2", "a", "a"])
+        ask([LONG, SHORT[3], SHORT[1]], ["c", "b", None], ["c", "b2", None])
+
+
+def test_right(folder: Path, expected: Callable[..., list[int]]) -> None:
+    """Without a fault, all tokens are PEFT's."""
+    check(folder, expected)
+
+
+def swapped(right: Callable[..., Any], layer: Any) -> Any:
+    found = right(layer)
+    a, b = found.a, found.b
+    square = a.shape[1] == b.shape[0] and a.shape[0] == b.shape[1]
+    return found._replace(a=b.t().contiguous(), b=a.t().contiguous()) if square else found
+
+
+def other_slot(right: Callable[..., Any], layer: Any) -> Any:
+    """Give each slot the A of the next."""
+    found = right(layer)
+    ranks = [part.rank for part in found.parts]
+    parts = [
+        part._replace(rank=rank)
+        for part, rank in zip(found.parts, [*ranks[1:], *ranks[:1]], strict=True)
+    ]
+    same = len({rank.stop - rank.start for rank in ranks}) == 1
+    return found._replace(parts=tuple(parts)) if same else found
+
+
+def filled_padding(right: Callable[..., Any], cls: Any, adapters: Any, key: Any) -> Any:
+    """Let ranks that an adapter lacks be numbers."""
+    found = right(cls, adapters, key)
+    scale, a = found.scale.clone(), found.a.clone()
+    a[(scale == 0).transpose(1, 2).expand_as(a)] = 0.3
+    parts = [(ranks, output, torch.where(b == 0, 0.3, b)) for ranks, output, b in found.parts]
+    return found._replace(a=a, scale=scale.where(scale != 0, 1.0), parts=tuple(parts))
+
+
+def next_rows(right: Callable[..., Any], rows: Any, adapters: Any, starts: Any, device: Any) -> Any:
+    moved = {index + 1: each for index, each in adapters.items() if index + 2 < len(starts)}
+    return right(rows, moved, starts, device)
+
+
+def base_as_well(right: Callable[..., Any], cls: Any, rows_of: Any, count: int, device: Any) -> Any:
+    """Add the first place of an adapter to rows of the base."""
+    found = right(cls, rows_of, count, device)
+    return found._replace(inverse=found.inverse.where(found.inverse < len(found.rows), 0))
+
+
+def unsalted(right: Callable[..., Any], requests: Any, *arguments: Any, **named: Any) -> Any:
+    request = right(requests, *arguments, **named)
+    request.cache_salt = None
+    return request
+
+
+def salted_by_number(
+    right: Callable[..., Any], requests: Any, *arguments: Any, **named: Any
+) -> Any:
+    request = right(requests, *arguments, **named)
+    if request.adapter is not None:
+        request.cache_salt = request.adapter.number
+    return request
+
+
+FAULTS = {
+    "A and B swapped": ("adapters.adapter:LoRALayer.low_rank", swapped),
+    "the scale twice": (
+        "adapters.config:AdapterConfig.scale",
+        lambda right, *arguments: right(*arguments) ** 2,
+    ),
+    "no scale": ("adapters.config:AdapterConfig.scale", lambda right, *arguments: 1.0),
+    "another slot's A": ("adapters.adapter:LoRALayer.low_rank", other_slot),
+    "a slot shifted": (
+        "adapters.adapter:LoRALayer.low_rank",
+        lambda right, layer: (found := right(layer))._replace(b=found.b.roll(1, 0)),
+    ),
+    "padding of ranks that is not zero": ("layers.lora:StackedLowRank.of", filled_padding),
+    "the A and B before an update": (
+        "runtime.ranks.worker:Worker.update_adapter",
+        lambda right, worker, *given: (
+            right(worker, *given),
+            setattr(worker._adapter_rows, "updates", 0),
+        ),
+    ),
+    "the adapter of the next sequence": ("layers.lora_rows:AdapterRows.set", next_rows),
+    "rows of the base with an adapter": ("layers.lora_rows:Places.of", base_as_well),
+    "rows of the head as those of the step": (
+        "layers.lora_rows:AdapterRows.select",
+        lambda right, rows, chosen: right(rows, [*range(len(chosen))]),
+    ),
+    "pages shared by adapters": ("runtime.requests:Requests.add", unsalted),
+    "pages of an adapter before its update": ("runtime.requests:Requests.add", salted_by_number),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_caught(folder: Path, expected: Callable[..., list[int]], name: str) -> None:
+    """With the fault, tokens are not PEFT's."""
+    check_it = instead(*FAULTS[name])
+    with check_it(), pytest.raises(AssertionError):
+        check(folder, expected)
