@@ -265,9 +265,9 @@ class EngineConfig(_Closed):
         max_cpu_loras: most LoRA adapters in memory, ``max_loras`` or more, beside those that were
             updated. Those that were used longest ago are dropped, and read again from their folders
             when a request needs them. By default all stay.
-        max_lora_rank: largest rank of a LoRA adapter; larger ones are refused. On a GPU, slots of
-            ``max_loras`` adapters have memory for it. By default any rank is taken, and memory
-            grows with the largest.
+        max_lora_rank: largest rank of a LoRA adapter; larger ones are refused. On a GPU, the cache
+            leaves memory for ``max_loras`` adapters of all linear layers. By default any rank is
+            taken, and memory beside the cache grows with the largest.
         worker_extension_cls: a class, or its qualified name, whose methods every rank's worker gets
             for :meth:`~vllm_module.LLM.collective_rpc`.
 

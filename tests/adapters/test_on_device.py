@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.adapters import slot_bytes
 
 HERE = Path(__file__)
 SimulatedDevice = runpy.run_path(str(HERE.parents[1] / "runtime/simulated_device.py"))[
@@ -28,8 +29,8 @@ Names = list[str | None]
 def engine(folder: Path, device: str, **settings: Any) -> Iterator[LLM]:
     with LLM(
         str(folder), device=device, dtype="float32", skip_tokenizer_init=True, max_model_len=32,
-        max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20,
-        enable_prefix_caching=False, max_loras=2, **settings,
+        max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False, max_loras=2,
+        **{"kv_cache_memory_bytes": 1 << 20, **settings},
     ) as llm:  # fmt: skip
         yield llm
 
@@ -148,6 +149,22 @@ def test_graphs_follow_memory_that_grows(tmp_path: Path) -> None:
         llm.load_adapter("two", str(adapters[1]))
         assert tokens(llm, names) == expected[1]
         assert graphs(llm, True) == captured, "memory was there from the start"
+
+
+def test_the_cache_leaves_memory_for_slots(tmp_path: Path) -> None:
+    """With max_lora_rank there are fewer pages, by the bytes of the slots."""
+    support["small_model"]("llama", tmp_path)
+    pages = []
+    for settings in ({}, {"max_lora_rank": 16}):
+        with (
+            SimulatedDevice().serving(1 << 24),
+            engine(tmp_path, "cuda", **settings, kv_cache_memory_bytes=None) as llm,
+        ):
+            worker = llm.executor.worker
+            pages.append(worker._shape[0])
+            slots, page = slot_bytes(worker.model, 2, 16), worker.page_bytes
+    assert slots > page
+    assert abs(pages[0] - pages[1] - slots / page) <= 1
 
 
 @pytest.mark.parametrize("settings", [{"enforce_eager": True}, {"async_scheduling": True}])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_module.adapters import attach
+from vllm_module.adapters import attach, slot_bytes
+from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.linear import LinearBase
 from vllm_module.layers.lora import LayerAdapters
@@ -18,6 +19,7 @@ from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.lora_slots import AdapterSlots, SlotMemory, SlotRows
 from vllm_module.layers.low_rank import LowRank, LowRankPart
 
+support = runpy.run_path(str(Path(__file__).with_name("support.py")))
 SIZES, INPUTS = (6, 3, 9), 10
 ENDS = (6, 9, 18)
 
@@ -232,9 +234,28 @@ def test_one_adapter_of_the_whole_output_and_one_of_its_parts() -> None:
     layers.step([1, 0, -1, 1])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("family", "rank"), [("phi3", 4), ("qwen3", 20)])
+def test_the_bytes_of_slots_are_known_before(
+    tmp_path: Path, family: str, rank: int, ranks: int
+) -> None:
+    """They are those that an adapter of all linear layers has allocated."""
+    model = support["small_model"](family, tmp_path / "base")
+    support["adapt"](model, tmp_path / "adapter", r=rank, target_modules="all-linear")
+
+    def measured(_: int) -> None:
+        base = support["load_base"](tmp_path / "base")
+        expected = slot_bytes(base, 3, rank)
+        attach(support["load_adapter"](base, tmp_path / "adapter"), 0, AdapterRows(AdapterSlots(3)))
+        layers = [each.adapters for each in base.modules() if isinstance(each, LinearBase)]
+        memory = [each.memory for each in layers if each is not None]
+        assert expected == sum(each.a.nbytes + each.b.nbytes for each in memory) > 0
+
+    run_ranks(ranks, measured)
+
+
 def test_a_rank_above_the_limit_is_refused(tuned: Any) -> None:
     """max_lora_rank is named, and nothing is attached."""
-    support = runpy.run_path(str(Path(__file__).with_name("support.py")))
     one = tuned("llama")
     base = support["load_base"](one.base)
     adapter = support["load_adapter"](base, one.adapter)

@@ -3,6 +3,7 @@
 from vllm_module.adapters.adapter import Adapter, attach, check_used, detach
 from vllm_module.adapters.config import AdapterConfig, adapter_config, read_adapter_config
 from vllm_module.adapters.files import base_names, file_versions, open_adapter
+from vllm_module.adapters.slot_bytes import slot_bytes
 
 __all__ = [
     "Adapter",
@@ -15,4 +16,5 @@ __all__ = [
     "file_versions",
     "open_adapter",
     "read_adapter_config",
+    "slot_bytes",
 ]

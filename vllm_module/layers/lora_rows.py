@@ -74,10 +74,6 @@ class AdapterRows:
             numbers[starts[sequence] : starts[sequence + 1]] = adapter
         self._set(numbers, device)
 
-    def set_all(self, adapter: int | None, count: int, device: torch.device) -> None:
-        """Set all of ``count`` rows to one adapter, or to none."""
-        self._set(torch.full((count,), -1 if adapter is None else adapter), device)
-
     @property
     def any(self) -> bool:
         """True if the step has rows of an adapter, or replays with any that it has."""

@@ -22,6 +22,11 @@ from vllm_module.layers.low_rank import LowRank
 _LEAST_RANK = 16  # of a tile
 
 
+def padded_rank(rank: int) -> int:
+    """Return the rank that slots have for adapters of ranks up to ``rank``."""
+    return max(_LEAST_RANK, next_power_of_2(rank))
+
+
 class SlotRows(NamedTuple):
     """Rows of a step in the order of their slots.
 
@@ -79,7 +84,7 @@ class SlotMemory:
         rank: int,
     ) -> None:
         self.weights = weights
-        self.rank = max(_LEAST_RANK, next_power_of_2(rank))
+        self.rank = padded_rank(rank)
         self.slices = [*pairwise([0, *ends])]
         *experts, _, inputs = like.a.shape
         shape = count, *experts, len(ends) * self.rank, inputs

@@ -20,6 +20,7 @@ from vllm_module.adapters import (
     detach,
     file_versions,
     open_adapter,
+    slot_bytes,
 )
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
@@ -262,7 +263,10 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = total * (1 - config.gpu_memory_utilization)
-        return int(free - reserved - step - graphs) - self.state_bytes * self.num_states
+        slots, rank = 0, config.max_lora_rank
+        if rank is not None:
+            slots = slot_bytes(self.model, config.max_loras, rank)
+        return int(free - reserved - step - graphs) - slots - self.state_bytes * self.num_states
 
     def start(self, num_pages: int, host_pages: int, max_model_len: int) -> None:
         """Allocate the caches; on a GPU, compile kernels and capture graphs of decoding steps."""
