@@ -183,7 +183,11 @@ class Executor(WeightChanges):
             raise ModelNotReadyError(self.refusal)
         with self._or_end(self._step_timeout):
             self._tell("run", inputs, self.products)
+        self._expect(inputs)
         return self._in_flight.add(inputs)
+
+    def _expect(self, inputs: StepInputs) -> None:
+        self.worker.expect(len(inputs.input_ids))
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
         with self._or_end(self._step_timeout), products(self.products):
@@ -273,7 +277,8 @@ class Executor(WeightChanges):
             raise RuntimeError("rank 0 leads: only the other ranks follow")
         with self._or_end():
             hear = self._ranks.hear
-            for message in heard_ahead(hear) if self.stages > 1 else iter(hear, None):
+            ahead = self.stages > 1
+            for message in heard_ahead(hear, self._expect) if ahead else iter(hear, None):
                 if message[0] == "close":
                     break
                 self._obey(*message)

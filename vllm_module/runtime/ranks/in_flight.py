@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.base.waiting import taken
 from vllm_module.runtime.step_inputs import StepInputs
 
 
@@ -53,8 +54,10 @@ class StepsInFlight:
             step.logits = self._compute(step.inputs)
 
 
-def heard_ahead(hear: Callable[[], Any]) -> Iterator[Any]:
+def heard_ahead(hear: Callable[[], Any], expect: Callable[[StepInputs], object]) -> Iterator[Any]:
     """Yield the messages that ``hear`` returns, up to one called "close".
+
+    ``expect`` is called with each step when it is heard of.
 
     While steps are computed, a thread receives further messages. Else rank 0, whose messages go to
     all ranks at once, would wait for the slowest stage before it told the first one of a step.
@@ -70,8 +73,10 @@ def heard_ahead(hear: Callable[[], Any]) -> Iterator[Any]:
             except BaseException as error:
                 arrived.put(error)
                 return
-            arrived.put(message)
             name = message[0]
+            if name == "run":
+                expect(message[1][0])
+            arrived.put(message)
             # Other messages have a part that the main thread receives.
             if name not in ("run", "close"):
                 carried_out.wait()
@@ -79,9 +84,7 @@ def heard_ahead(hear: Callable[[], Any]) -> Iterator[Any]:
 
     threading.Thread(target=receive, name="messages", daemon=True).start()
     while True:
-        message = arrived.get()
-        if isinstance(message, BaseException):
-            raise message
+        message = taken(arrived)
         yield message
         if message[0] == "close":
             return
