@@ -6,6 +6,7 @@ there. A limit counts time spent in the wait, and not time in which this process
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 import threading
@@ -91,6 +92,21 @@ def interruptibly(call: Callable[[], T], ended: threading.Event | None = None) -
     if errors:
         raise errors[0]
     return results[0]
+
+
+def taken(items: queue.SimpleQueue[T]) -> T:
+    """Return the next item of a queue, after waiting for it; an exception among them is raised."""
+    waited = 0.0
+    while True:
+        try:
+            item = items.get(timeout=SLICE)
+        except queue.Empty:
+            waited += SLICE
+            _check(waited)
+            continue
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
 
 def until(holds: Callable[[], bool]) -> None:

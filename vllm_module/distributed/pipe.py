@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import deque
 from datetime import timedelta
 from functools import partial
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.base.process_groups import rank_and_size
-from vllm_module.base.waiting import interruptibly
+from vllm_module.base.waiting import interruptibly, taken
 
 _FOREVER = timedelta(days=365)  # timeout of a thread's wait: only the caller's limit counts
 _DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -39,6 +41,9 @@ class StagePipe:
         self.is_first, self.is_last = self._rank == 0, self._rank == self._size - 1
         self._sent_kind: list[int] | None = None
         self._received_kind: list[int] | None = None
+        self._expected = self._returned = 0  # steps
+        self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Tensors on their way, which have to stay in memory, by step.
         self._sent: deque[list[tuple[torch.Tensor, Any]]] = deque()
 
@@ -56,20 +61,49 @@ class StagePipe:
         self._sent.append(sent + [self._isend(each.contiguous()) for each in tensors])
         # The next stage has taken those of as many steps before, as no more are under way.
         while len(self._sent) > self._size:
-            _finish(self._sent.popleft())
+            interruptibly(partial(_wait, self._sent.popleft()))
+
+    def expect(self, tokens: int) -> None:
+        """Begin to receive what the stage before computes of so many tokens, in a thread.
+
+        So it is here when this stage is done with the steps before. On a GPU, its stream receives.
+        """
+        if self.is_first or self._device.type == "cuda":
+            return
+        if not self._expected:
+            threading.Thread(target=self._receive_expected, name="stages", daemon=True).start()
+        self._expected += 1
+        self._asked.put(tokens)
 
     def receive(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Return what the stage before has computed of so many tokens, after waiting for it."""
+        if self._device.type == "cuda":
+            return self._receive(tokens)
+        if self._expected == self._returned:
+            self.expect(tokens)
+        self._returned += 1
+        received: tuple[torch.Tensor, ...] = taken(self._received)
+        return received
+
+    def _receive_expected(self) -> None:
+        while True:
+            try:
+                self._received.put(self._receive(self._asked.get()))
+            except Exception as error:
+                self._received.put(error)
+                return
+
+    def _receive(self, tokens: int) -> tuple[torch.Tensor, ...]:
         if self._received_kind is None:
             described = torch.empty(1 + 2 * _MOST, dtype=torch.int64, device="cpu")
-            _finish([self._irecv(described)])
+            _wait([self._irecv(described)])
             self._received_kind = described.tolist()
         count, *kinds = self._received_kind
         tensors = [
             torch.empty(tokens, columns, dtype=_DTYPES[dtype], device=self._device)
             for dtype, columns in zip(kinds[::2], kinds[1::2], strict=True)
         ][:count]
-        _finish([self._irecv(each) for each in tensors])
+        _wait([self._irecv(each) for each in tensors])
         return tuple(tensors)
 
     def _isend(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -79,13 +113,14 @@ class StagePipe:
         return tensor, dist.irecv(tensor, group=self._group, group_src=self._rank - 1)
 
 
-def _finish(transfers: list[tuple[torch.Tensor, Any]]) -> None:
+def _wait(transfers: list[tuple[torch.Tensor, Any]]) -> None:
     """Wait for transfers; on a GPU, have its stream wait.
 
-    A wait of gloo's cannot be cut into slices, as one that times out closes all connections.
+    A wait of gloo's cannot be cut into slices, as one that times out closes all connections. So it
+    is another thread that waits.
     """
     for tensor, work in transfers:
         if tensor.is_cuda:
             work.wait()
         else:
-            interruptibly(partial(work.wait, _FOREVER))
+            work.wait(_FOREVER)

@@ -369,6 +369,8 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
                 self._templates.close()
                 if engine is not None:
                     engine.grammars.close()
+                if locked:
+                    self.executor.settle()
                 self.executor.close()
                 if engine is not None and locked:
                     engine.drop()

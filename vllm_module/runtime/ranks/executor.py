@@ -13,7 +13,6 @@ import torch
 
 from vllm_module.base.messages import describe_error, shorten
 from vllm_module.base.waiting import at_most, until
-from vllm_module.build.consistency import demand_alike
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import StagePipe, pipeline_parallel, tensor_parallel, together
@@ -32,13 +31,13 @@ from vllm_module.runtime.ranks.connections import (
 )
 from vllm_module.runtime.ranks.extension import worker_class
 from vllm_module.runtime.ranks.group import Ranks
-from vllm_module.runtime.ranks.in_flight import StepInFlight, StepsInFlight, heard_ahead
-from vllm_module.runtime.ranks.worker import SequenceMemory, Worker, check_ranks
+from vllm_module.runtime.ranks.in_flight import PipelineSteps, heard_ahead
+from vllm_module.runtime.ranks.worker import Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import receive_weights
 
 
-class Executor(WeightChanges):
+class Executor(WeightChanges, PipelineSteps):
     """Loads a model on every rank and runs each method on every rank.
 
     With more than one rank, it starts the others as processes, which end with this one. Under
@@ -76,7 +75,8 @@ class Executor(WeightChanges):
         config: EngineConfig,
         connections: Connections | None = None,
     ) -> None:
-        super().__init__()
+        WeightChanges.__init__(self)
+        PipelineSteps.__init__(self)
         self._timeout = load_config.timeout
         self._step_timeout = config.step_timeout
         self._closed: str | None = None
@@ -107,7 +107,6 @@ class Executor(WeightChanges):
             load_config = load_config.model_copy(update={"show_progress": False})
         group, pipe = self._ranks.group, self._ranks.pipe
         place: Any = {"rank": 0, "size": 1} if group is None else {"group": group}
-        self._in_flight = StepsInFlight(self._compute)
         stage, _ = stage_of(self.rank, self.size, self.stages)
         with (
             self._or_end(),
@@ -171,23 +170,6 @@ class Executor(WeightChanges):
             if self.rank:  # the ranks' tokens are added up
                 sampled = None
             result: torch.Tensor = self._do("run", inputs, sampled)
-        return result
-
-    def launch(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> StepInFlight:
-        """Tell the other stages of a step, and return it; rank 0 computes its own stage later.
-
-        Raises what :meth:`run` raises.
-        """
-        assert sampled is None, "tokens are read before their sequences are scheduled again"
-        if self.refusal is not None:
-            raise ModelNotReadyError(self.refusal)
-        with self._or_end(self._step_timeout):
-            self._tell("run", inputs, self.products)
-        return self._in_flight.add(inputs)
-
-    def _compute(self, inputs: StepInputs) -> torch.Tensor:
-        with self._or_end(self._step_timeout), products(self.products):
-            result: torch.Tensor = self._do("run", inputs)
         return result
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -273,7 +255,8 @@ class Executor(WeightChanges):
             raise RuntimeError("rank 0 leads: only the other ranks follow")
         with self._or_end():
             hear = self._ranks.hear
-            for message in heard_ahead(hear) if self.stages > 1 else iter(hear, None):
+            ahead = self.stages > 1
+            for message in heard_ahead(hear, self._expect) if ahead else iter(hear, None):
                 if message[0] == "close":
                     break
                 self._obey(*message)
@@ -356,18 +339,6 @@ class Executor(WeightChanges):
             self._in_flight.compute()
         if self.size > 1 and self._ranks.is_led:
             self._ranks.tell((name, arguments))
-
-    def _load_stage(self, make: Callable[[], Worker]) -> None:
-        """Load this rank's stage; all stages load, of one model, or none does."""
-
-        def load() -> tuple[SequenceMemory, dict[str, str]]:
-            self.worker = make()
-            return self.worker.kept, self.worker.described
-
-        loaded = together(load, timeout=self._timeout, group=self._ranks.control)
-        kept, described = zip(*loaded, strict=True)
-        demand_alike(described)
-        self.worker.of_other_stages = kept
 
     @contextmanager
     def _or_end(

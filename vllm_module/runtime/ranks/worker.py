@@ -332,6 +332,11 @@ class Worker:
             )
         return logits
 
+    def expect(self, tokens: int) -> None:
+        """Begin to receive what the stage before computes of a later step."""
+        assert self._pipe is not None
+        self._pipe.expect(tokens)
+
     def first_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the first token of each row of logits that :meth:`run` returned last."""
         assert self.runner is not None
