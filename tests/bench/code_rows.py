@@ -29,6 +29,9 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from vllm_module import LLM
+from vllm_module.kernels.experts.grouped_matmul import by_expert, grouped_matmul
+from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_packed
+from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 from vllm_module.kernels.matmul.code_rows import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
 from vllm_module.kernels.matmul.linear import Products, products
@@ -40,6 +43,8 @@ CODES = Products(codes=1 << 30)
 SIZES = (512, 3072), (1536, 512), (1024, 6144)  # inputs and outputs
 ROWS = 1, 8, 32
 QUANTIZED = {"int8": "int8_per_channel_weight_only", "int4": "int4_per_group", "Q8_0": None}
+AWQ = 0, 4, 1, 5, 2, 6, 3, 7
+EXPERTS, TOP_K = 8, 2
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -50,13 +55,66 @@ def of_codes(inputs: int, outputs: int) -> dict[str, Product]:
     q8, q4 = (
         torch.randint(256, (outputs, inputs // 32, size), dtype=torch.uint8) for size in (34, 18)
     )
-    q8[..., 1] = q4[..., 1] = 0x20  # scales of about 0.01
+    k4, k6 = (
+        torch.randint(256, (outputs, inputs // 256, size), dtype=torch.uint8) for size in (144, 210)
+    )
+    for blocks, at in ((q8, 1), (q4, 1), (k4, 1), (k4, 3), (k6, 209)):
+        blocks[..., at] = 0x20  # scales of about 0.01
     scale, scales = torch.rand(outputs, 1), torch.rand(outputs, inputs // 128)
+    down = words.view(outputs // 8, inputs)
+    anywhere = (torch.randperm(inputs) // 128).int()
     return {
         "int8": lambda x: scaled_matmul(x, eight, scale, (1, inputs)),
         "int4": lambda x: packed_matmul(x, words, scales, Packing(4), 128),
         "Q8_0": lambda x: blocks_matmul(x, q8, "Q8_0"),
         "Q4_0": lambda x: blocks_matmul(x, q4, "Q4_0"),
+        "Q4_K": lambda x: blocks_matmul(x, k4, "Q4_K"),
+        "Q6_K": lambda x: blocks_matmul(x, k6, "Q6_K"),
+        "AWQ": lambda x: packed_matmul(x, down, scales, Packing(4, 0, AWQ), 128),
+        "GPTQ by activation": lambda x: packed_matmul(
+            x, words, scales, Packing(4), 128, group_of=anywhere
+        ),
+    }
+
+
+def of_experts(inputs: int, outputs: int) -> dict[str, Product]:
+    """Return products of all rows with the weights of two of eight experts each."""
+    eight = torch.randint(-128, 128, (EXPERTS, outputs, inputs), dtype=torch.int8)
+    words = torch.randint(-(2**31), 2**31, (EXPERTS, outputs, inputs // 8), dtype=torch.int32)
+    blocks = torch.randint(256, (EXPERTS, outputs, inputs // 32, 18), dtype=torch.uint8)
+    blocks[..., 1] = 0x20
+    scale = torch.rand(EXPERTS, outputs, 1)
+    scales = torch.rand(EXPERTS, outputs, inputs // 128)
+    wide = torch.randn(EXPERTS, outputs, inputs)
+
+    def sorted_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        chosen = torch.rand(len(x), EXPERTS, generator=draw).topk(TOP_K).indices.int()
+        return sort_by_expert(chosen, 0, EXPERTS)
+
+    def q4_0(x: torch.Tensor) -> torch.Tensor:
+        rows, offsets = sorted_rows(x)
+
+        def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return blocks_matmul(x, blocks[expert], "Q4_0", bias)
+
+        return by_expert(x, product, outputs, offsets, None, rows, TOP_K)
+
+    def grouped(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        rows, offsets = sorted_rows(x)
+        return grouped_matmul(x, weight, offsets, rows=rows, top_k=TOP_K, **options)
+
+    def int4(x: torch.Tensor) -> torch.Tensor:
+        rows, offsets = sorted_rows(x)
+        return grouped_matmul_packed(
+            x, words, scales, Packing(4), 128, offsets, rows=rows, top_k=TOP_K
+        )
+
+    return {
+        "float32": lambda x: grouped(x, wide),
+        "int8": lambda x: grouped(x, eight, scale=scale),
+        "int4": int4,
+        "Q4_0": q4_0,
     }
 
 
@@ -100,6 +158,23 @@ def single(inputs: int, outputs: int, rows: int, n: int) -> dict[str, dict[str, 
         works[f"{name} after"] = partial(_by_codes, product, x)
     for work in works.values():
         work()
+    seconds = rounds(works, n)
+    return {name: spread([each * 1e6 for each in seconds[name]]) for name in seconds}
+
+
+@torch.inference_mode()
+def experts(inputs: int, outputs: int, rows: int, n: int) -> dict[str, dict[str, float]]:
+    """Return microseconds of products with experts: the median, the least and the greatest."""
+    x, works = torch.randn(rows, inputs), dict[str, Any]()
+    for name, product in of_experts(inputs, outputs).items():
+        works[f"{name} before"] = partial(product, x)
+        if name == "float32":
+            works[name] = works.pop("float32 before")
+            continue
+        works[f"{name} after"] = partial(_by_codes, product, x)
+        before, after = (works[f"{name} {way}"]() for way in ("before", "after"))
+        if not bool(((before - after).norm() <= 1e-5 * before.norm()).all()):
+            raise SystemExit(f"experts in {name} are wrong: no figures")
     seconds = rounds(works, n)
     return {name: spread([each * 1e6 for each in seconds[name]]) for name in seconds}
 
@@ -170,6 +245,11 @@ def main() -> None:
             results[f"{rows}x{size[0]} by {size[0]}x{size[1]}, microseconds"] = found
             shortest = {name: round(each["least"]) for name, each in found.items()}
             print(f"{rows} rows, {size}, least microseconds: {shortest}", flush=True)
+    for rows in arguments.rows:
+        found = experts(512, 1536, rows, 10 * arguments.rounds)
+        results[f"{rows} rows of experts, microseconds"] = found
+        middle = {name: round(each["median"]) for name, each in found.items()}
+        print(f"{rows} rows, two of eight experts of 512x1536, medians: {middle}", flush=True)
     for requests in arguments.requests:
         with tempfile.TemporaryDirectory() as directory:
             found = engines(Path(directory), arguments.rounds, requests, arguments.tokens)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from vllm_module.core.module import vLLMModule
@@ -11,6 +13,8 @@ from vllm_module.kernels.attention.copy_blocks import copy_blocks
 from vllm_module.kernels.attention.swap_blocks import swap_blocks
 from vllm_module.quantization import QuantizableKVCache
 from vllm_module.runtime.step_inputs import Moves
+
+_ALIGNMENT = 64  # bytes, as of torch's own memory
 
 
 def attention_layers(model: vLLMModule) -> list[QuantizableKVCache]:
@@ -61,7 +65,7 @@ class KVCache:
         self._caches, self._host_caches = [], []
         for (tensors, heads, features), layers in by_shape.items():
             shape = (len(layers), tensors, num_pages, page_size, heads, features)
-            cache = torch.zeros(shape, device=device, dtype=dtype)
+            cache = _zeros(shape, device, dtype)
             for layer, layer_cache in zip(layers, cache, strict=True):
                 layer.kv_cache = layer_cache
             self._caches.append(cache)
@@ -96,3 +100,16 @@ class KVCache:
         for layer in self._layers:
             layer.kv_cache = None
         self._caches, self._host_caches = [], []
+
+
+def _zeros(shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros; in the CPU's memory, the system gives an OS page when it is first written.
+
+    ``torch.zeros`` would write all of it, which takes longer than loading a small model.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(nbytes + _ALIGNMENT, np.uint8))
+    first = -memory.data_ptr() % _ALIGNMENT
+    return memory[first : first + nbytes].view(dtype).view(*shape)
