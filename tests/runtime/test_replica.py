@@ -8,7 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
-from vllm_module.runtime import replica
+from vllm_module.runtime import held_file, replica
 from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import store, stored_bytes
 
@@ -105,7 +105,8 @@ def test_every_rank_gets_the_bits_of_the_checkpoint(
     folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused, transposed, interleaved, tied, and experts, whatever pieces are taken."""
-    monkeypatch.setattr(replica, "PIECE", 777)
+    for module in (replica, held_file):
+        monkeypatch.setattr(module, "PIECE", 777)
     folder = folders[kind]
     with engine(folder) as llm, llm.serve_weights(token=TOKEN) as server:
         assert server.url.startswith("replica://127.0.0.1:")
@@ -162,6 +163,37 @@ def test_an_update_in_the_middle_ends_the_load(folders: dict[str, Path]) -> None
                 checkpoint["model.embed_tokens.weight"].read()
         assert (loaded(server.url)[name] == 2).all()
         llm.sleep(level=2)
+        with pytest.raises(WeightReadError, match="409"):
+            loaded(server.url)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_answer_across_an_update_is_cut_off(
+    folders: dict[str, Path], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the weights change, nobody gets the last bytes; a failed update is not served."""
+    for module in (replica, held_file):
+        monkeypatch.setattr(module, "PIECE", 512)
+    monkeypatch.setattr(replica, "_LAST", 256)
+    name = "model.norm.weight"
+    with (
+        engine(folders["llama"], tensor_parallel_size=size) as llm,
+        llm.serve_weights(token=TOKEN) as server,
+    ):
+        end = server.size_of("model.safetensors")
+        whole = b"".join(server.pieces("model.safetensors", 0, end, server.tag()))
+        assert len(whole) == end
+        count = sum(1 for _ in server.pieces("model.safetensors", 0, end, server.tag()))
+        for taken in (1, count // 2, count - 1):
+            pieces = server.pieces("model.safetensors", 0, end, server.tag())
+            for _ in range(taken):
+                next(pieces)
+            llm.update_weights({name: torch.full((32,), 2.0 + taken)})
+            with pytest.raises(ConnectionError, match="have changed"):
+                list(pieces)
+        broken = iter([(name, torch.ones(32)), (name, torch.ones(32))])
+        with pytest.raises(ValueError, match="already filled"):
+            llm.update_weights(broken)
         with pytest.raises(WeightReadError, match="409"):
             loaded(server.url)
 
@@ -237,7 +269,7 @@ def test_digests_of_the_files_are_not_served(folders: dict[str, Path], tmp_path:
     folder = shutil.copytree(folders["llama"], tmp_path / "model")
     (folder / "digests.json").write_text("{}")
     served = replica.WeightServer(
-        SimpleNamespace(size=1), folder, nullcontext, lambda: "0", "127.0.0.1", 0, TOKEN
+        SimpleNamespace(size=1), folder, SimpleNamespace(weight_version="0"), "127.0.0.1", 0, TOKEN
     )  # type: ignore[arg-type]
     with served:
         assert served.size_of("config.json")

@@ -14,8 +14,8 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.core.tree import is_typed, locations
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.runtime.held_file import HeldFile
 from vllm_module.runtime.ranks.executor import Executor
-from vllm_module.runtime.replica import HeldFile
 from vllm_module.runtime.served_adapter import ServedAdapter
 
 

@@ -48,6 +48,8 @@ class Requests:
         totals: sums over all requests.
         refusal: reason why no requests are accepted, or ``None``.
         weight_version: name of the weights, which updates change.
+        weight_changes: number of changes of the weights that have begun.
+        weights_lock: is held while they change.
         lock: held while a thread reads or changes the requests.
 
     """
@@ -77,6 +79,7 @@ class Requests:
         self.totals = Totals()
         self.refusal: str | None = None
         self.weight_version = "0"
+        self.weight_changes, self.weights_lock = 0, threading.RLock()
         self.lock = threading.RLock()
         self._pid = os.getpid()
         self._busy = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,7 +88,7 @@ class WeightMethods:
 
         """
         check_type("weight_version", weight_version, "text or None", str, type(None))
-        with self.engine.alone():
+        with self._changing():
             self.executor.check()
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
@@ -141,9 +142,10 @@ class WeightMethods:
         """Serve the weights of this engine, from which others load, while it goes on.
 
         Another engine, of any number of ranks and quantized or not, is started by
-        ``LLM(server.url)`` with the token in ``VLLM_MODULE_REPLICA_TOKEN``. Bytes are taken from
-        the parameters between two steps, so they are of one version: a load across an update fails,
-        and says that the file has changed. What is sent is not encrypted.
+        ``LLM(server.url)`` with the token in ``VLLM_MODULE_REPLICA_TOKEN``. Bytes are of one
+        version: a load across an update fails, and says that the file has changed. One rank on a
+        CPU sends its parameters beside the steps; other engines copy them between two steps. What
+        is sent is not encrypted.
 
         Args:
             host, port: to listen on; port 0 for any.
@@ -154,25 +156,29 @@ class WeightMethods:
 
         Raises:
             UnsupportedModelError: the weights are quantized.
-            RuntimeError: the engine sleeps.
+            RuntimeError: the engine sleeps, or an update of its weights had failed.
 
         """
-        from vllm_module.runtime.replica import HeldFile, WeightServer  # few engines serve theirs
+        from vllm_module.runtime.held_file import HeldFile  # few engines serve theirs
+        from vllm_module.runtime.replica import WeightServer
 
         check_type("token", token, "text or None", str, type(None))
         if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
             raise ValueError("token should be eight printable ASCII characters or more")
 
-        def call(function: Callable[[Any], Any]) -> list[Any]:
+        def check() -> None:
             self.executor.check()
             if "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
-            return self.executor.apply_model(function)
+            if self.executor.refusal is not None:
+                raise ModelNotReadyError(self.executor.refusal)
 
+        # A step reads weights, too. On a device it would wait for copies, and other ranks for it.
+        beside_steps = self.executor.size == 1 and self.executor.worker.device.type == "cpu"
         with self.engine.alone():
-            file = HeldFile(call)
+            file = HeldFile(self.executor.apply_model, check, beside_steps)
         return WeightServer(
-            file, self.source.folder, self.engine.alone, lambda: self.weight_version, host, port,
+            file, self.source.folder, self.engine, host, port,
             secrets.token_urlsafe(24) if token is None else token,
         )  # fmt: skip
 
@@ -193,7 +199,7 @@ class WeightMethods:
         known_arguments("LLM.sleep", options, (), {"mode": (...,)})
         if isinstance(level, bool) or level not in (1, 2):
             raise ValueError(f"level should be 1 or 2, got {shorten(level)}")
-        with self.engine.alone():
+        with self._changing():
             self.executor.check()
             if self.engine.requests:
                 raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
@@ -224,7 +230,7 @@ class WeightMethods:
             check_type("tags", tags, f"a list of {' and '.join(SLEEPING)}", list, tuple, set)
             if unknown := [tag for tag in tags if tag not in SLEEPING]:
                 raise ValueError(f"tags should be of {SLEEPING}, got {shorten(unknown[0])}")
-        with self.engine.alone():
+        with self._changing():
             self.executor.check()
             asleep = self.executor.sleeping
             if asleep:
@@ -248,7 +254,7 @@ class WeightMethods:
         Updates since the first load are lost. A sleeping engine wakes up, and one with a failed
         update is repaired. The version of the weights is counted. Raises the errors of loading.
         """
-        with self.engine.alone():
+        with self._changing():
             self.executor.check()
             self._change("reloading the weights", self.executor.reload_weights)
             self._name_weights(None)
@@ -345,6 +351,13 @@ class WeightMethods:
                 return _layout_of(self.executor.worker.model, ranks=size)
             found = self.executor.apply_model(partial(_layout_of, ranks=size))
         return layout_of_stages(found[::size])  # in the order of ranks, the last stage first
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the engine between two steps; who reads weights beside steps finds the change."""
+        with self.engine.alone(), self.engine.weights_lock:
+            self.engine.weight_changes += 1
+            yield
 
     def _change(self, what: str, change: Callable[..., None], *arguments: Any) -> None:
         try:
