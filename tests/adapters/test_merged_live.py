@@ -32,11 +32,12 @@ def tokens(llm: LLM, adapter: str | None = None) -> list[int]:
 
 
 def ranks_of(family: str) -> dict[str, Any]:
-    """Return settings of two ranks for three families, with experts apart for one."""
+    """Return settings of two ranks for four families: experts apart for one, layers for another."""
     return {
         "llama": {"tensor_parallel_size": 2},
         "mixtral": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
         "gpt_oss": {"tensor_parallel_size": 2},
+        "qwen3": {"pipeline_parallel_size": 2},
     }.get(family, {})
 
 

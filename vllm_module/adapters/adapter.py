@@ -292,7 +292,7 @@ class Adapter(AdapterModule):
         with planning(Tree(self), weights) as planner:
             self.load_weights(weights)  # adds to this plan
             self._refuse(planner.report)
-            self._place(planner.fills)
+            self._place(planner.fills, elsewhere=bool(planner.report.skipped))
             plan = planner.plan()
         self._refuse(plan.report)
         return plan
@@ -301,8 +301,11 @@ class Adapter(AdapterModule):
         report.unexpected[:] = self._explained(report.unexpected)
         report.raise_if_refused(f"An adapter of {type(self.base[0]).__name__}", touched=False)
 
-    def _place(self, fills: Sequence[Fill]) -> None:
-        """Keep A and B of the layers that something fills, or that the settings name."""
+    def _place(self, fills: Sequence[Fill], *, elsewhere: bool) -> None:
+        """Keep A and B of the layers that something fills, or that the settings name.
+
+        There is one, unless what the adapter has is ``elsewhere``, on other ranks.
+        """
         filled: dict[nn.Module, set[str]] = {}
         for fill in fills:
             filled.setdefault(fill.location.node.module, set()).update(fill.slots)
@@ -312,7 +315,7 @@ class Adapter(AdapterModule):
             layer.absent = frozenset(layer.modules_of) - present - needed
             if not present and not needed:
                 layer._parameters.clear()
-        if not any(self.layers()):
+        if not elsewhere and not any(self.layers()):
             raise WeightLoadError(
                 "the adapter has no A and B, and its target_modules are of no layer of "
                 f"{type(self.base[0]).__name__}"
@@ -359,7 +362,7 @@ def attach(adapter: Adapter, number: int, rows: AdapterRows, max_rank: int | Non
     nothing has changed.
     """
     found = [(layer.base[0], layer.low_rank()) for layer in adapter.layers()]
-    rank = max(weights.rank for _, weights in found)
+    rank = max((weights.rank for _, weights in found), default=0)
     if max_rank is not None and rank > max_rank:
         raise UnsupportedModelError(
             f"the adapter has the rank {rank}, and max_lora_rank is {max_rank}: raise max_lora_rank"
