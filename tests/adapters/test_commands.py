@@ -87,6 +87,24 @@ def test_plan(tuned: Callable[[str], Any], run: Any, family: str, ranks: int) ->
     assert f"{len(found['modules'])} modules; in memory" in run(*given)[1]
 
 
+def test_load(tuned: Callable[[str], Any], run: Any, tmp_path: Path) -> None:
+    """Each rank loads what ``plan`` says it will; a broken adapter is refused by name."""
+    one = tuned("mixtral")
+    given = [one.base, "--adapter", one.adapter, "--tp", 2]
+    planned = json.loads(run("plan", *given, "--json")[1])["adapter"]["rank_bytes"]
+    code, out, _ = run("load", *given, *CPU, "--json")
+    assert code == 0
+    loads = [each["adapter"] for each in json.loads(out)["ranks"]]
+    assert [each["bytes"] for each in loads] == planned
+    assert {each["layers"] for each in loads} == {6}
+    assert "adapter on rank 1: 6 layers, " in run("load", *given, *CPU)[1]
+    tensor = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    other = broken(one.adapter, tmp_path / "other", lambda tensors: tensors.pop(tensor))
+    code, _, err = run("load", one.base, "--adapter", other, *CPU)
+    assert code == 1
+    assert "model.layers.0.self_attn.q_proj.lora_A" in err
+
+
 def test_plan_refuses(tuned: Callable[[str], Any], run: Any) -> None:
     code, _, err = run("plan", tuned("llama").base, "--adapter", tuned("mixtral").adapter)
     assert code == 1

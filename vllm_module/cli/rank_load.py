@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_module.adapters import Adapter, open_adapter
 from vllm_module.build.held import load_from, number_of_tensors
 from vllm_module.build.loader import progress
 from vllm_module.build.model_source import ModelSource
@@ -23,6 +24,15 @@ from vllm_module.core.report import LoadReport
 from vllm_module.wrapped.model import replicated_share
 
 _PROCESS = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class AdapterLoad:
+    """The layers of one rank that an adapter adds to, the bytes of A and B, and the seconds."""
+
+    layers: int
+    bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class RankLoad:
     peak_resident_bytes: int
     peak_cuda_bytes: int | None
     replicated: float
+    adapter: AdapterLoad | None = None
 
     def row(self) -> tuple[str, ...]:
         """Return the cells of this rank's line in a table."""
@@ -65,11 +76,13 @@ def load_rank(
     show_progress: bool,
     trace: RankTrace | None = None,
     keep_digests: bool = False,
+    adapter: Path | None = None,
 ) -> tuple[RankLoad, LoadReport, vLLMModule]:
     """Build and load this rank's model; return the measurements, the report and the model.
 
     ``show_progress`` draws a bar on standard error if standard error is a terminal. ``trace``
-    records the load. The report has digests if it is to ``keep_digests``.
+    records the load. The report has digests if it is to ``keep_digests``. An ``adapter`` of the
+    model is loaded after it, from this folder.
     """
     err = console(stderr=True)
     with source.open() as checkpoint:
@@ -93,8 +106,21 @@ def load_rank(
     rate, peak = nbytes / seconds, _peak_resident()
     load_format = checkpoint.load_format
     replicated = replicated_share(model)
-    measured = RankLoad(rank, load_format, nbytes, seconds, rate, before, peak, cuda, replicated)
+    measured = RankLoad(
+        rank, load_format, nbytes, seconds, rate, before, peak, cuda, replicated,
+        None if adapter is None else _load_adapter(model, adapter),
+    )  # fmt: skip
     return measured, model.load_report, model
+
+
+def _load_adapter(model: vLLMModule, path: Path) -> AdapterLoad:
+    start = time.perf_counter()
+    with open_adapter(path) as (config, weights):
+        adapter = Adapter(model, config)
+        adapter.load(weights)
+    seconds = time.perf_counter() - start
+    nbytes = sum(each.nbytes for each in adapter.parameters())
+    return AdapterLoad(len([*adapter.layers()]), nbytes, seconds)
 
 
 def _reset_peaks(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_module.cli.options import (
+    AdapterOption,
     DeviceOptions,
     JsonOption,
     ModelOptions,
@@ -20,7 +21,16 @@ from vllm_module.cli.options import (
     model_config,
     torch_device,
 )
-from vllm_module.cli.output import console, print_json, print_table, print_text, working, writing
+from vllm_module.cli.output import (
+    console,
+    plural,
+    print_json,
+    print_table,
+    print_text,
+    size,
+    working,
+    writing,
+)
 from vllm_module.cli.pictures.plots import check_plot, plot_memory
 from vllm_module.cli.ranks import (
     find_alike,
@@ -74,18 +84,21 @@ def load(
             help="Compare what is read by digests: among ranks, and with digests.json.",
         ),
     ] = False,
+    adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load a checkpoint; report time and memory.
 
     With --tp, this process loads the ranks one after another. Under torchrun, each process loads
     its own rank. --digests refuses weights that differ from the digests.json beside them, if there
-    is one, and copies of a part that differ between ranks, by tensor and rank.
+    is one, and copies of a part that differ between ranks, by tensor and rank. With --adapter, each
+    rank loads its part of the adapter, too, and it is refused as an engine would refuse it.
 
     JSON keys: checkpoint; model_impl (native or transformers); dtype; device;
     tensor_parallel_size; simulated; ranks (rank, load_format or null, bytes_read, seconds,
     bytes_per_second, resident_before_bytes, peak_resident_bytes, peak_cuda_bytes or null,
-    replicated: the share of the parameters that it holds whole); report (loaded: parameter to its
+    replicated: the share of the parameters that it holds whole; adapter: layers, bytes, seconds, or
+    null); report (loaded: parameter to its
     checkpoint names; skipped: name to rule; digests: by name, or null without --digests or if only
     one of several ranks was loaded).
     """
@@ -116,7 +129,7 @@ def load(
     if under_torchrun():
         with process_group(target):
             model_source, reports, loads, traces = _load_own_rank(
-                config, load_format, target, devices.timeout, records, digests
+                config, load_format, target, devices.timeout, records, digests, adapter
             )
     else:
         model_source = ModelSource.find(config, load_format)
@@ -132,6 +145,7 @@ def load(
                     show_progress=True,
                     trace=recorded,
                     keep_digests=digests,
+                    adapter=adapter,
                 )[:2]
             loads.append(measured)
             reports.append(report)
@@ -186,6 +200,11 @@ def print_loads(out: Console, report: LoadReport, loads: Sequence[RankLoad]) -> 
     cuda = ["peak CUDA"] if any(each.peak_cuda_bytes is not None for each in loads) else []
     header = ["rank", "read", "time", "rate", "peak resident", "(added)", *cuda]
     print_table(out, header, [each.row() for each in loads], right=range(len(header)))
+    for each in loads:
+        if (adapter := each.adapter) is not None:
+            layers, seconds = plural(adapter.layers, "layer"), f"{adapter.seconds:.3f} s"
+            line = f"adapter on rank {each.rank}: {layers}, {size(adapter.bytes)}, {seconds}"
+            print_text(out, line)
 
 
 def _load_own_rank(
@@ -195,6 +214,7 @@ def _load_own_rank(
     timeout: float,
     records: bool,
     keep_digests: bool,
+    adapter: Path | None,
 ) -> tuple[ModelSource, list[LoadReport], list[RankLoad], list[RankTrace]]:
     """Load this process's rank; return its source, and all ranks' reports and measurements."""
     import torch.distributed as dist
@@ -209,8 +229,9 @@ def _load_own_rank(
         rank, shows = dist.get_rank(), is_first_rank()
         trace = RankTrace(rank) if records else None
         measured, report, model = load_rank(
-            source, device, rank, show_progress=shows, trace=trace, keep_digests=keep_digests
-        )
+            source, device, rank, show_progress=shows, trace=trace, keep_digests=keep_digests,
+            adapter=adapter,
+        )  # fmt: skip
         return measured, report, digests(model), trace
 
     loads, reports, described, traces = zip(*on_every_rank(work, timeout), strict=True)
