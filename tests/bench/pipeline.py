@@ -1,6 +1,6 @@
 """What two pipeline stages serve beside one, and how long a stage waits: with simulated times.
 
-    python tests/bench/pipeline.py [--requests 32] [--tokens 48] [--rounds 3] [--out FILE]
+    python tests/bench/pipeline.py [--requests 32] [--tokens 24] [--rounds 3] [--out FILE]
 
 The model is tiny. A hook sleeps in each forward pass: a stage for a time for each token of its
 step, or for a time whatever its step has, as where a step reads all weights once. The whole model
@@ -32,7 +32,7 @@ SHAPE = {
     "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 64,
 }  # fmt: skip
 # Seconds of a stage: for a step, and for each of its tokens.
-TIMES = {"for each token": (0.0, 0.003), "for each step": (0.05, 0.0)}
+TIMES = {"for each token": (0.0, 0.01), "for each step": (0.15, 0.0)}
 PROMPT = 2  # tokens
 
 
@@ -94,7 +94,7 @@ def measure(engines: dict[int, LLM], requests: int, count: int, rounds: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

@@ -55,6 +55,28 @@ def test_the_bytes_planned_are_the_bytes_loaded(run: Run, folder: Path, tp_size:
         assert rank["bytes_read"] == sum(read["bytes"] for read in rank["reads"])
 
 
+def test_stages_read_each_tensor_once(run: Run, folder: Path) -> None:
+    """Two stages of two ranks read what one rank reads; a layer's pages are on its stage."""
+    whole = run("plan", folder, "--json").json
+    stages = run("plan", folder, "--pp", 2, "--tp", 2, "--json").json
+    assert stages["pipeline_parallel_size"] == 2
+    ranks = [rank for stage in stages["stages"] for rank in stage["ranks"]]
+    assert len(ranks) == 4
+    (one,) = whole["ranks"]
+    names = [
+        {read["name"] for rank in s["ranks"] for read in rank["reads"]} for s in stages["stages"]
+    ]
+    assert set.union(*names) == {read["name"] for read in one["reads"]}
+    pages = [stage["ranks"][0]["kv_page_bytes"] for stage in stages["stages"]]
+    assert sum(pages) * 2 == one["kv_page_bytes"]
+    refused = run("plan", folder, "--pp", 99)
+    assert refused.code == 1
+    assert "99 pipeline stages cannot share" in refused.err
+    wrong = run("plan", folder, "--pp", 2, "--html", "page.html")
+    assert wrong.code == 2
+    assert "it shows one stage" in wrong.err
+
+
 def test_one_table_for_all_ranks(run: Run, folder: Path) -> None:
     """A line shows a projection of all layers: what a rank keeps, its bytes, parameter and slot."""
     result = run("plan", folder, "--tp", 2)

@@ -39,6 +39,7 @@ class ModelPlan:
     ep_size: int
     memory: str | None = None
     memory_bytes: int | None = None
+    stage: tuple[int, int] = (0, 1)  # its number, and that of all stages
 
     @cached_property
     def layout(self) -> Layout:
@@ -68,8 +69,11 @@ class ModelPlan:
                 lines.append(f"{_which(ranks)} {verb} {size(needed)}: {self._needs(ranks[0])}")
         if not lines:
             return None
-        have = f"this does not fit: each rank has {self.memory} ({size(self.memory_bytes)})"
-        advice = "Take more ranks (--tp), --quantization, or a smaller --context-len."
+        stage, stages = self.stage
+        of_stage = f" of stage {stage}" if stages > 1 else ""
+        have = f"this does not fit: each rank{of_stage} has "
+        have += f"{self.memory} ({size(self.memory_bytes)})"
+        advice = "Take more ranks (--tp or --pp), --quantization, or a smaller --context-len."
         return "\n".join([have, *lines, advice])
 
     def _needs(self, rank: RankPlan) -> str:
@@ -141,11 +145,23 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
         out.print()
         print_table(out, header, rows, right=range(1, len(header)))
     lines = str(report).splitlines()[1:] if report.ok else []
+    if plan.stage[1] > 1 and not every:
+        lines = [line for line in lines if not line.startswith(" ")]
     if plan.memory is not None and plan.too_large() is None:
         lines.append(f"fits into {plan.memory}; activations and CUDA graphs are not counted")
     if lines:
         out.print()
         print_text(out, "\n".join(lines))
+
+
+def print_stages(out: Console, stages: Sequence[ModelPlan], *, every: bool = False) -> None:
+    """Print the plan of each pipeline stage, whose skipped names are counted."""
+    for plan in stages:
+        stage, count = plan.stage
+        if stage:
+            out.print()
+        print_text(out, f"stage {stage} of {count}", "bold")
+        print_plan(out, plan, every=every)
 
 
 def memory_columns(plan: ModelPlan) -> list[dict[str, str]]:

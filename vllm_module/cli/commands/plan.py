@@ -24,6 +24,7 @@ from vllm_module.cli.options import (
     model_config,
 )
 from vllm_module.cli.output import (
+    CommandError,
     console,
     plural,
     print_json,
@@ -52,6 +53,16 @@ def plan(
             help="Spread whole experts over N ranks, of which each --tp share all other layers.",
         ),
     ] = None,
+    pp: Annotated[
+        int,
+        typer.Option(
+            "--pp",
+            min=1,
+            max=4096,
+            metavar="N",
+            help="Pipeline stages: parts of the layers, each on as many ranks as --tp says.",
+        ),
+    ] = 1,
     precision: PrecisionOptions,
     model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
@@ -99,6 +110,7 @@ def plan(
     fills, if that has another name. Only headers are read. The exit code is 1 if a tensor is
     missing, unexpected, duplicated or misshapen, or if a rank needs more than --memory. With
     --adapter, the modules that it adapts are listed, too, and what it takes of each rank's memory.
+    With --pp, there is a plan of each stage, whose ranks are counted from 0.
 
     JSON keys: checkpoint; model_impl (native or transformers); dtype; tensor_parallel_size;
     expert_parallel_size (1 without experts that are spread); checkpoint_bytes; context_len
@@ -108,7 +120,8 @@ def plan(
     kv_cache_tokens that fit into the memory, or null; reads: name, file, byte_range in the file,
     bytes, pieces, shape, of, dtype, parameter, slot, quantized, tied_to); skipped (name to rule);
     missing, unexpected, duplicated and misshapen (lists of [name, detail]); with --adapter,
-    adapter (path; modules: name, rank, scale, a and b: shapes, bytes; rank_bytes).
+    adapter (path; modules: name, rank, scale, a and b: shapes, bytes; rank_bytes). With --pp above
+    1: pipeline_parallel_size; stages (all keys above, for each stage).
     """
     memory_bytes = None if memory is None else parse_size(memory)
     if expert_parallel_size is not None and expert_parallel_size % ranks.tp:
@@ -116,39 +129,58 @@ def plan(
             f"expected a multiple of --tp {ranks.tp}, got {expert_parallel_size}",
             param_hint="--expert-parallel-size",
         )
+    if pp > 1:
+        for given, option in ((html, "--html"), (adapter, "--adapter")):
+            if given is not None:
+                raise typer.BadParameter("it shows one stage: leave --pp out", param_hint=option)
     ep = expert_parallel_size or (ranks.tp if ranks.enable_expert_parallel else 1)
     config = model_config(source, precision, model, ep == ranks.tp > 1)
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.
         from vllm_module.build.model_source import ModelSource
-        from vllm_module.cli.model_plan import print_plan
+        from vllm_module.cli.model_plan import print_plan, print_stages
     # A download draws its own bars.
     model_source = ModelSource.find(config, model.load_format.value)
     with working("reading headers") as show:
-        plan = plan_ranks(model_source, ranks.tp, ep, kv_cache_dtype, context_len, show)
-    plan = replace(plan, memory=memory, memory_bytes=memory_bytes)
+        stages = [
+            replace(
+                plan_ranks(model_source, ranks.tp, ep, kv_cache_dtype, context_len, show, each, pp),
+                memory=memory,
+                memory_bytes=memory_bytes,
+            )
+            for each in range(pp)
+        ]
+    plan = stages[0]
     if html is not None:
         from vllm_module.cli.pictures.plan_page import plan_page
 
         with writing(html):
             html.write_text(plan_page(plan), encoding="utf-8")
-    if layout is not None and plan.report.ok:
+    if layout is not None and all(each.report.ok for each in stages):
+        from vllm_module.layout import layout_of_stages
         from vllm_module.layout.layout_file import layout_json
 
+        found = plan.layout if pp == 1 else layout_of_stages([each.layout for each in stages])
         with writing(layout):
-            layout.write_bytes(layout_json(plan.layout))
+            layout.write_bytes(layout_json(found))
     planned = None
     if adapter is not None and plan.report.ok:
         from vllm_module.cli.adapter_plan import plan_adapter, print_adapter
 
         planned = plan_adapter(model_source, adapter, ranks.tp, ep)
-    if as_json:
+    if pp > 1 and as_json:
+        found_stages = [each.as_json() for each in stages]
+        print_json({"pipeline_parallel_size": pp, "stages": found_stages})
+    elif as_json:
         print_json(plan.as_json() | ({} if planned is None else {"adapter": planned.as_json()}))
+    elif pp > 1:
+        print_stages(console(), stages, every=every)
     else:
         print_plan(console(), plan, every=every)
         if planned is not None:
             print_adapter(console(), planned, every=every)
-    plan.raise_if_refused()
+    for each in stages:
+        each.raise_if_refused()
 
 
 def plan_ranks(
@@ -158,20 +190,29 @@ def plan_ranks(
     kv_cache_dtype: CacheDType,
     context_len: int | None,
     show: Callable[[str], object],
+    stage: int = 0,
+    stages: int = 1,
 ) -> ModelPlan:
-    """Plan each rank; ``show`` gets a text about the progress."""
+    """Plan each rank of a pipeline stage; ``show`` gets a text about the progress."""
     from vllm_module.cli import rank_plan
     from vllm_module.cli.model_plan import ModelPlan
+    from vllm_module.distributed import pipeline_parallel
     from vllm_module.runtime.llm import MAX_MODEL_LEN
     from vllm_module.runtime.ranks.worker import CACHE_DTYPES
+    from vllm_module.weights.sharded_state import ShardedState
 
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype.value, source.dtype)
-    with source.open() as checkpoint:
+    if stages > 1:
+        show(f"planning stage {stage} of {stages}")
+    with source.open() as checkpoint, pipeline_parallel(rank=stage, size=stages):
+        if stages > 1 and isinstance(checkpoint, ShardedState):
+            raise CommandError(f"{source.name} is a sharded state, which has no pipeline stages")
         show(f"planning {plural(max(tp_size, ep_size), 'rank')}")
         ranks = rank_plan.plan_ranks(source, checkpoint, tp_size, ep_size, cache_dtype)
         nbytes = checkpoint.nbytes
     tokens = context_len or source.config.max_model_len or MAX_MODEL_LEN
-    return ModelPlan(source, nbytes, ranks, tokens, cache_dtype, tp_size, ep_size)
+    place = (stage, stages)
+    return ModelPlan(source, nbytes, ranks, tokens, cache_dtype, tp_size, ep_size, stage=place)
 
 
 _UNITS = {"": 1, "b": 1, "bytes": 1}
