@@ -188,15 +188,12 @@ def engines(folder: Path, n: int, requests: int, tokens: int) -> dict[str, Any]:
     """Return tokens a second of engines that take turns."""
     config = SHAPES["58M"]
     plain = write_qwen3(folder / "plain", values=plausible, **config)
-    (folder / "gguf").mkdir()
-    whole = json.loads((plain / "config.json").read_text())
-    tensors = {k: v for file in plain.glob("*.safetensors") for k, v in load_file(file).items()}
-    write_gguf(folder / "gguf" / "model.gguf", whole, tensors)
+    blocks = gguf_of(plain, folder)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 32000) for _ in range(8)] for _ in range(requests)]
     works: dict[str, Any] = {}
     for name, scheme in {"float32": None, **QUANTIZED}.items():
-        source = folder / "gguf" / "model.gguf" if name == "Q8_0" else plain
+        source = blocks if name == "Q8_0" else plain
         llm = LLM(
             source, dtype="float32", max_model_len=64, max_num_seqs=32, quantization=scheme,
             kv_cache_memory_bytes=1 << 27, skip_tokenizer_init=True,
@@ -221,6 +218,15 @@ def engines(folder: Path, n: int, requests: int, tokens: int) -> dict[str, Any]:
         for peer, other in (("to before", f"{name} before"), ("to float32", "float32"))
     }
     return {"tokens_per_second": per_second, "ratios": ratios, "codes": chosen.codes}
+
+
+def gguf_of(plain: Path, folder: Path) -> Path:
+    """Write the model as a GGUF file with blocks of Q8_0, and return its path."""
+    (folder / "gguf").mkdir()
+    whole = json.loads((plain / "config.json").read_text())
+    tensors = {k: v for file in plain.glob("*.safetensors") for k, v in load_file(file).items()}
+    write_gguf(folder / "gguf" / "model.gguf", whole, tensors)
+    return folder / "gguf" / "model.gguf"
 
 
 def _tokens(llm: LLM, way: Products, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.weights import cut_rows, file_bytes, open_checkpoint, read_all
+from vllm_module.weights import file_bytes, open_checkpoint, read_all
 from vllm_module.weights.handle import FileHandle
 from vllm_module.weights.regular_file import ReadLease
 from vllm_module.weights.safetensors import SafetensorsFile
@@ -118,7 +118,6 @@ def test_narrow_is_torch_narrow(write_file, monkeypatch, case, dtype, way) -> No
     monkeypatch.setattr(ReadLease, "_take", take)
     monkeypatch.setattr(file_bytes, "_WINDOW", 64)
     monkeypatch.setattr(file_bytes, "_SCRATCH", 64)
-    monkeypatch.setattr(cut_rows, "_THREADED_ELEMENTS", 9)
     file = SafetensorsFile(path)
     handle = file["w"]
     for step in steps:

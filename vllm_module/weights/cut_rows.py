@@ -6,7 +6,6 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 _SMALL_GAP = 3
 # Small gaps are read too, as long as they are at most this share of the OS pages touched.
 _SHARE_OF_GAPS = 1 / 8
-# torch copies larger tensors with several threads, but the callers are threads already.
-_THREADED_ELEMENTS = 32768
 
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -99,17 +96,13 @@ class ByteRun:
 
 def copy_segments(span: torch.Tensor, run: ByteRun, address: int) -> None:
     """Copy a run's segments out of ``span``, as bytes, to ``address``, without gaps."""
-    import torch
+    import numpy as np
 
-    unit = gcd(8, span.data_ptr(), run.length, run.stride, address)
-    units = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    dtype, columns = units[unit], run.length // unit
-    segments = span.view(dtype).as_strided((run.count, columns), (run.stride // unit, 1))
-    target = torch.frombuffer(memory(address, run.nbytes), dtype=dtype)
-    target = target.view(run.count, columns)
-    step = max(1, (_THREADED_ELEMENTS - 1) // columns)
-    for row in range(0, run.count, step):
-        target[row : row + step].copy_(segments[row : row + step])
+    # numpy copies a segment by one memcpy, torch number by number.
+    shape = run.count, run.length
+    segments = np.ndarray(shape, np.uint8, span.numpy(), 0, (run.stride, 1))
+    target = np.frombuffer(memory(address, run.nbytes), np.uint8).reshape(shape)
+    np.copyto(target, segments)
 
 
 def memory(address: int, length: int) -> memoryview:
