@@ -58,7 +58,7 @@ def train(rank: int, folder: Path) -> None:
         optimizer.zero_grad()
         shards = {name: each.to_local() for name, each in model.state_dict().items()}
         for plan, trainer in plans:
-            together(lambda of=(plan, trainer): send_boxes(*of, shards), timeout=60)
+            together(lambda of=(plan, trainer, shards): send_boxes(*of), timeout=60)
         # For the comparison alone: the same weights as a checkpoint.
         full = {name: each.full_tensor() for name, each in model.state_dict().items()}
         if rank == 0:
