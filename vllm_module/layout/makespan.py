@@ -77,8 +77,8 @@ def simulate(
     busy = Counter[tuple[_End, str]]()
     for each in messages:
         speed = links.network if each.stage == 1 else links.host
-        for end, way in ((each.source, "out"), (each.target, "in")):
-            busy[end, f"{way} {speed}"] += each.nbytes
+        for rank, way in ((each.source, "out"), (each.target, "in")):
+            busy[rank, f"{way} {speed}"] += each.nbytes
     bound = max((n / float(link.split()[1]) for (_, link), n in busy.items()), default=0.0)
     free: dict[tuple[_End, int, bool], float] = defaultdict(float)
     last, factors = 0.0, dict(slow or {})
