@@ -15,6 +15,13 @@ PRINTS = {
     "own_model": r"generated \[(\d+, ){7}\d+\]",
     "online_fp8": r"layers\.0\.mlp\.gate_up_proj\.weight +torch\.float8_e4m3fn",
     "from_trainer": r"before (\[.*\])\nafter  (?!\1)\[",
+    "fsdp_to_engine": "\n".join(
+        rf"step {step} {kind} \[.*\] equals a load: True"
+        for step in range(2)
+        for kind in ("bfloat16", "fp8")
+    ),
+    "policy_and_reference": r"0 is 0\.000 away\n.*-0 is (?!0\.000).*\n.*\nthe reference is 0: True",
+    "from_engine": r"^([0-9a-f]{32} \[.*\])\n\1$",
     "own_source": r"one rank read 1\.00 .*\ntwo ranks read 1\.01 ",
 }
 

@@ -1,0 +1,56 @@
+"""Simulated times of plans, compared with sums written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_module.layout import Layout, StoredTensorLayout, TransferPlan, layout_of_shards, rows
+from vllm_module.layout.makespan import Links, fastest_plan, simulate
+
+LINKS = Links(network=100.0, host=1000.0)
+
+
+def layout(ranks: int, rows_of: int = 1) -> Layout:
+    """A tensor of 800 bytes, in rows of ``ranks / rows_of`` parts that so many ranks have each."""
+    entry = StoredTensorLayout("w", (80, 5), "bfloat16", "w", 0)
+    return layout_of_shards(
+        [entry], ranks, lambda _, shape, rank: rows(shape, rank // rows_of, ranks // rows_of)
+    )
+
+
+def test_a_bandwidth_divides_the_bytes() -> None:
+    """Two ranks send 400 bytes each to one; from one to two they go one after another, too."""
+    for plan in (TransferPlan(layout(2), layout(1)), TransferPlan(layout(1), layout(2))):
+        assert simulate(plan, LINKS) == pytest.approx((8.0, 8.0))
+    side_by_side = TransferPlan(layout(2), layout(2))
+    assert simulate(side_by_side, LINKS) == pytest.approx((4.0, 4.0))
+
+
+def test_latencies_boxes_and_stragglers_are_added() -> None:
+    """Each batch is a message; a slow rank's messages take so many times as long."""
+    plan = TransferPlan(layout(2), layout(2))
+    late = simulate(plan, LINKS._replace(latency=0.25, box=2.0), batches=4)
+    assert late.makespan == pytest.approx(4.0 + 4 * 0.25 + 2.0)
+    slow = simulate(plan, LINKS, slow={("target", 1): 3.0})
+    assert slow == pytest.approx((12.0, 4.0))
+
+
+def test_a_relay_is_chosen_if_the_host_is_faster() -> None:
+    """Four ranks of a host keep all rows: over the network these come once, or four times."""
+    source, target = layout(1), layout(4, rows_of=4)
+    direct, chosen = simulate(TransferPlan(source, target), LINKS), None
+    assert direct.makespan == pytest.approx(32.0)
+    chosen, times = fastest_plan(source, target, LINKS, target_node=4)
+    assert sum(chosen.sent_bytes().values()) == 800
+    assert times.makespan < 12
+    chosen, _ = fastest_plan(source, target, LINKS._replace(host=10.0), target_node=4)
+    assert sum(chosen.sent_bytes().values()) == 3200
+
+
+def test_gathering_is_chosen_if_boxes_cost_much() -> None:
+    """A rank gets 80 boxes or, if neighbours join them first, fewer."""
+    source, target = layout(80), layout(1)
+    cheap, _ = fastest_plan(source, target, LINKS._replace(host=1e-3), source_node=8)
+    assert cheap.descriptors() == 80
+    dear, _ = fastest_plan(source, target, LINKS._replace(host=1e9, latency=5.0), source_node=8)
+    assert dear.descriptors() < 64
