@@ -940,7 +940,7 @@ def test_an_fp8_cache_gives_nearly_the_same_logprobs(folder: Path, llm: LLM) -> 
         ({"no_such_option": 1}, "LLM has no argument 'no_such_option'$"),
         ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'"),
         ({"quantisation": "fp8"}, "did you mean 'quantization'"),
-        ({"pipeline_parallel_size": 2}, r"size=2\) of vLLM is not supported here: .*, or give 1$"),
+        ({"data_parallel_size": 2}, r"size=2\) of vLLM is not supported here: .*, or give 1$"),
         ({"load_format": "h5"}, "load_format should be 'auto', 'sharded_state', 'safetensors'"),
         ({"speculative_config": {}}, "is not supported here: leave it out$"),
         ({"generation_config": "folder"}, "generation_config should be 'auto'"),
