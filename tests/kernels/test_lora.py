@@ -175,6 +175,17 @@ def test_rows_of_x_and_of_y_may_be_others() -> None:
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_what_has_no_adapter_is_not_written(run: Run) -> None:
+    """Beside an infinite input, slices without an adapter and rows of the base stay as they are."""
+    x, a, b, scale, y = drawn([0, -1], [[0, 2]], [4, 3], 8, torch.float32)
+    x[:] = torch.inf
+    y[:] = -0.0
+    found = run(x, a, b, scale, y, [0, -1], [4, 3])
+    for part in (found[0, :4], found[1]):
+        assert torch.equal(part, torch.zeros_like(part))
+        assert part.signbit().all()
+
+
 def test_offsets_beyond_32_bits() -> None:
     """A slot that starts more than 2**31 elements into A and B is found; strides are that large."""
     slots, far = 5, 2**29
