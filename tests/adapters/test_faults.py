@@ -163,7 +163,7 @@ FAULTS = {
     ),
     "padding of ranks that is not zero": ("layers.lora:StackedLowRank.of", filled_padding),
     "the A and B before an update": (
-        "runtime.ranks.worker:Worker.update_adapter",
+        "runtime.ranks.worker_weights:WorkerWeights.update_adapter",
         lambda right, worker, *given: (
             right(worker, *given),
             setattr(worker._adapter_rows, "updates", 0),

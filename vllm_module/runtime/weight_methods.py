@@ -18,7 +18,7 @@ from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
-from vllm_module.runtime.ranks.worker import SLEEPING
+from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.weights import Weight
 from vllm_module.weights.region import Region
 

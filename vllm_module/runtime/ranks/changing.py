@@ -13,7 +13,8 @@ from vllm_module.core.fill import refuse_nan_sent
 from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.runtime.devices import as_called, own_device
 from vllm_module.runtime.ranks.group import Ranks
-from vllm_module.runtime.ranks.worker import SLEEPING, Worker
+from vllm_module.runtime.ranks.worker import Worker
+from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight, send_weights
 from vllm_module.weights.changes import Changes

@@ -1,0 +1,196 @@
+"""Changes of the weights and adapters of one rank of an engine, and its sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_module.adapters import (
+    Adapter,
+    attach,
+    base_names,
+    detach,
+    file_versions,
+    open_adapter,
+)
+from vllm_module.base.garbage import paused_gc
+from vllm_module.base.messages import printable
+from vllm_module.build.held import held_tensors, load_from, load_held
+from vllm_module.build.model_source import ModelSource
+from vllm_module.config import EngineConfig
+from vllm_module.core.fill import refuse_nan
+from vllm_module.core.module import vLLMModule
+from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
+from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.served_adapter import LoadedAdapter
+from vllm_module.weights import Weight
+
+SLEEPING = "weights", "kv_cache"  # what sleeps, by vLLM's names, in the order of waking up
+
+
+class WorkerWeights:
+    """The methods of a worker that change weights or adapters, and sleep."""
+
+    model: vLLMModule
+    source: ModelSource
+    device: torch.device
+    config: EngineConfig
+    runner: ModelRunner | None
+    start: Callable[[int, int, int], None]
+    close: Callable[[], None]
+    _all_ranks: int
+    _shape: tuple[int, int, int] | None
+    _adapter_rows: AdapterRows
+    _fingerprint: str
+
+    def __init__(self) -> None:
+        self._took_update = True  # True if all of the last update was written
+        self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
+        self._dropped = False  # True if it sleeps without weights
+        self._adapters: dict[int, Adapter] = {}
+
+    def update_weights(
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
+    ) -> None:
+        """Update weights in place. If ``whole``, they must be a whole checkpoint."""
+        self._took_update = False
+        if whole:
+            self.model.load_weights(weights)
+            self._dropped = False
+        else:
+            self.model.update_weights(weights)
+        self._took_update = True
+
+    def check_update(
+        self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool
+    ) -> None:
+        """Raise the errors that an update with ``weights`` would raise before writing anything."""
+        plan = self.model.plan_weights(weights)
+        if not whole:
+            plan.report.missing.clear()
+        plan.report.raise_if_refused(type(self.model).__name__, touched=False)
+        if not self.model.allow_nan:
+            refuse_nan(plan.fills)
+
+    @paused_gc()
+    def load_adapter(self, number: int, path: str) -> LoadedAdapter:
+        """Load this rank's part of an adapter.
+
+        Raises ``WeightLoadError`` if it does not fit the model; then nothing has changed.
+        """
+        if self.config.enable_torch_compile:
+            raise UnsupportedModelError(
+                "adapters are not computed where torch.compile fuses a model: leave out "
+                "enable_torch_compile"
+            )
+        versions = file_versions(path)
+        with open_adapter(path) as (config, weights):
+            adapter = Adapter(self.model, config)
+            adapter.load(weights)
+        if file_versions(path) != versions:
+            raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
+        attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
+        self._adapters[number] = adapter
+        size = sum(each.nbytes for each in adapter.parameters())
+        return LoadedAdapter(len(list(adapter.layers())), size, versions)
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter, if this rank has it."""
+        adapter = self._adapters.pop(number, None)
+        if adapter is not None:
+            detach(adapter, number)
+            if self._adapter_rows.slots is not None:
+                self._adapter_rows.slots.forget(number)
+
+    def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Update A and B of an adapter in place, under PEFT's names.
+
+        Raises ``WeightLoadError`` if they do not fit; then nothing has changed.
+        """
+        adapter = self._adapters[number]
+        adapter.update(base_names(weights, adapter.config))
+        self._adapter_rows.updates += 1
+        if self._adapter_rows.slots is not None:
+            self._adapter_rows.slots.refill(number)
+
+    def call_with_adapter(self, number: int, function: Callable[[Adapter], Any]) -> Any:
+        """Return what a function returns for this rank's part of an adapter."""
+        return function(self._adapters[number])
+
+    def weights_state(self) -> tuple[str | None, bool]:
+        """Return why the model refuses to run, or None, and whether the last update was whole."""
+        try:
+            self.model.check_ready()
+        except ModelNotReadyError as error:
+            return str(error), self._took_update
+        return None, self._took_update
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of the caches, of the CUDA graphs and of the weights.
+
+        At level 1 weights are first copied to host memory; at level 2 they are dropped. On a CPU,
+        level 1 leaves them in place.
+
+        Raises ``MemoryError`` if host memory is too small for them.
+        """
+        if level == 2:
+            self._dropped = True
+        elif self.device.type == "cpu":
+            self.close()
+            return
+        else:
+            held = held_tensors(self.model)
+            _check_host_memory(sum(each.nbytes for each in held.values()), self._all_ranks)
+            self._slept = {path: each.detach().cpu() for path, each in held.items()}
+            del held
+        self.close()
+        self.model.sleep()
+
+    def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
+        """Restore the weights of a sleeping rank, and allocate the caches, or one of the two.
+
+        Raises ``ModelNotReadyError`` if they were dropped and the source has changed since.
+        """
+        if "weights" in tags and self._slept is not None:
+            load_held(self.model, self._slept)
+        elif "weights" in tags and self._dropped:
+            with self.source.open() as checkpoint:
+                if checkpoint.fingerprint != self._fingerprint:
+                    raise ModelNotReadyError(
+                        f"the weights that slept were dropped, and those in {self.source.name} "
+                        "have changed since: update_weights with a whole checkpoint, or "
+                        "reload_weights() to take the changed ones"
+                    )
+                load_from(self.model, checkpoint)
+        self._awake(caches="kv_cache" in tags)
+
+    def reload_weights(self) -> None:
+        """Load the source's weights, whatever the model has, and allocate the caches."""
+        with self.source.open() as checkpoint:
+            self._fingerprint = checkpoint.fingerprint
+            load_from(self.model, checkpoint)
+        self._awake()
+
+    def _awake(self, *, caches: bool = True) -> None:
+        """Record that the model has weights; allocate the caches if they were freed."""
+        self._slept, self._dropped = None, False
+        if caches and self.runner is None and self._shape is not None:
+            self.start(*self._shape)
+
+
+def _check_host_memory(nbytes: int, ranks: int) -> None:
+    """Raise ``MemoryError`` if the host has less than ``nbytes`` for each rank."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        (available,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvail"))
+    except (OSError, ValueError):  # without Linux the size is unknown, and allocation fails later
+        return
+    if nbytes * ranks > available:
+        raise MemoryError(
+            f"the weights of {ranks} ranks take {nbytes * ranks / 2**30:.1f} GiB of host memory, "
+            f"and {available / 2**30:.1f} GiB are available: sleep(level=2) drops them"
+        )
