@@ -1,8 +1,8 @@
 """What LoRA adapters cost: tokens a second of a batch with adapters over those of the base alone.
 
-    python tests/bench/adapters.py [--requests 32] [--adapters 8] [--rank 16] [--out FILE]
+    python tests/bench/adapters.py [--shape 58M] [--requests 32] [--adapters 8] [--rank 16] [--out FILE]
 
-All linear layers of the 58M shape of ``engine.py`` are adapted. Both ways take turns on one engine.
+All linear layers of a shape of ``engine.py`` are adapted. Both ways take turns on one engine.
 Requests of the base give the same tokens in both, or no number is printed. Also measured: loading
 an adapter, over reading its file.
 """
@@ -53,6 +53,7 @@ def generate(llm: LLM, prompts: list[list[int]], names: list[str | None], count:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="58M")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
@@ -63,7 +64,7 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        base = write_qwen3(folder / "base", values=plausible, **SHAPES["58M"])
+        base = write_qwen3(folder / "base", values=plausible, **SHAPES[given.shape])
         config = json.loads((base / "config.json").read_text())
         llm = LLM(
             str(base), dtype="float32", max_model_len=64, max_num_seqs=given.requests,
