@@ -1,6 +1,6 @@
 """What LoRA adapters cost: tokens a second of a batch with adapters over those of the base alone.
 
-    python tests/bench/adapters.py [--shape 58M] [--requests 32] [--adapters 8] [--rank 16] [--out FILE]
+    python tests/bench/adapters.py [--shape 58M] [--requests 32] [--adapters 8] [--rank 16]
 
 All linear layers of a shape of ``engine.py`` are adapted. Both ways take turns on one engine.
 Requests of the base give the same tokens in both, or no number is printed. Also measured: loading

@@ -3,11 +3,13 @@
 from vllm_module.adapters.adapter import Adapter, attach, check_used, detach
 from vllm_module.adapters.config import AdapterConfig, adapter_config, read_adapter_config
 from vllm_module.adapters.files import base_names, file_versions, open_adapter
+from vllm_module.adapters.plans import AdapterPlans
 from vllm_module.adapters.slot_bytes import slot_bytes
 
 __all__ = [
     "Adapter",
     "AdapterConfig",
+    "AdapterPlans",
     "adapter_config",
     "attach",
     "base_names",

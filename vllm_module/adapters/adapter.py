@@ -8,7 +8,7 @@ model's file has no line for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vllm_module.adapters.config import AdapterConfig
+from vllm_module.adapters.copies import without_copies
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
@@ -40,7 +41,6 @@ from vllm_module.parameters import (
 )
 from vllm_module.weights import Weight
 
-_COPY = ".base_layer."  # in names of tensors of the base
 _FEW = 16384  # numbers that torch sums in one thread
 Adaptable = LinearBase | ExpertsLinear | Router | VocabParallelEmbedding
 
@@ -231,7 +231,11 @@ class Adapter(AdapterModule):
         and B without the other, a module that the settings name without either, and for NaN and
         infinity, which would reach the rows of others.
         """
-        execute(self.plan(self.without_copies(weights)))
+        execute(self.plan(without_copies(self.base[0], weights)))
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raise ``WeightReadError`` for a NaN or an infinity in A and B."""
         for location in locations(self):
             tensor = cast(BasevLLMParameter, location.tensor)
             # One pass, and padding is zero. Torch starts threads for longer sums, which take a
@@ -244,44 +248,11 @@ class Adapter(AdapterModule):
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Update A and B in place; nothing has changed if the update is refused."""
-        weights = self.without_copies(weights)
+        weights = without_copies(self.base[0], weights)
         for name, weight in weights.items():
             if isinstance(weight, torch.Tensor):
                 refuse_infinite(name, weight)
         self.update_weights(weights)
-
-    def without_copies(
-        self, weights: Mapping[str, Weight], is_base: Callable[[Fill], bool] = Fill.is_held
-    ) -> dict[str, Weight]:
-        """Return A and B alone; what PEFT saves beside them must be what the base has.
-
-        ``is_base`` tells whether the base has the bits that a copy would fill.
-        """
-        copies = {
-            name.replace(_COPY, "."): weight
-            for name, weight in weights.items()
-            if name.endswith(f"{_COPY}weight")
-        }
-        if not copies:
-            return dict(weights)
-        (base,) = self.base
-        plan = base.plan_weights(copies)
-        plan.report.missing.clear()
-        plan.report.raise_if_refused(
-            f"The base of an adapter, {type(base).__name__},", touched=False
-        )
-        for fill in plan.fills:
-            if fill.name in copies and not is_base(fill):
-                raise WeightLoadError(
-                    f"{fill.name} is in the adapter, and is another one than the base model's: an "
-                    "adapter adds to the weights of its base, so load the base that it was made "
-                    "for, or merge the two with PEFT's merge_and_unload()"
-                )
-        return {
-            name: weight
-            for name, weight in weights.items()
-            if name.replace(_COPY, ".") not in copies or _COPY not in name
-        }
 
     def plan(self, weights: Mapping[str, Weight]) -> LoadPlan:
         """Return what a load of A and B reads, and keep the layers that it is for.

@@ -14,6 +14,7 @@ from torch import nn
 
 from vllm_module.adapters.adapter import Adaptable, Adapter, LoRALayer, refuse_infinite
 from vllm_module.adapters.config import AdapterConfig
+from vllm_module.adapters.copies import without_copies
 from vllm_module.base.messages import printable_name
 from vllm_module.core.fill import Fill, same_bits
 from vllm_module.core.module import vLLMModule
@@ -123,14 +124,15 @@ def additions(
             its base.
 
     """
-    adapter = Adapter(cast(vLLMModule, plan.module), config)
+    model = cast(vLLMModule, plan.module)
+    adapter = Adapter(model, config)
     fills = {(fill.location.tensor, fill.slot): fill for fill in plan.fills}
 
     def is_base(copy: Fill) -> bool:
         fill = fills.get((copy.location.tensor, copy.slot))
         return fill is not None and same_bits(copy.weight, fill.weight, fill.weight.dtype)
 
-    low_ranks = _low_ranks(adapter, adapter.plan(adapter.without_copies(weights, is_base)))
+    low_ranks = _low_ranks(adapter, adapter.plan(without_copies(model, weights, is_base)))
     _refuse_shared(plan, low_ranks)
     changes: dict[str, Addition] = {}
     used: set[str] = set()

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from vllm_module.adapters import Adapter, AdapterConfig, open_adapter
 from vllm_module.adapters.adapter import LoRALayer
+from vllm_module.adapters.copies import without_copies
 from vllm_module.base.messages import printable
 from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.output import by_number, grouped, plural, print_table, print_text, shape, size
@@ -59,7 +60,7 @@ def plan_adapter(source: ModelSource, path: Path, tp_size: int, ep_size: int) ->
         model = source.build(torch.device("cpu"))
     with open_adapter(path) as (config, weights):
         adapter = Adapter(model, config)
-        plan = adapter.plan(adapter.without_copies(weights, lambda _: True))
+        plan = adapter.plan(without_copies(model, weights, lambda _: True))
         of_ranks = [plan.of_rank(rank).module for rank in range(max(tp_size, ep_size))]
         rank_bytes = [sum(each.nbytes for each in module.parameters()) for module in of_ranks]
         modules = sorted(_modules(plan, config), key=lambda each: by_number(each.name))

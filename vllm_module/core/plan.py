@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -15,7 +16,7 @@ from torch import nn
 from vllm_module.base.summary import Summarized, mebibytes
 from vllm_module.core.fill import Fill
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tree import Location, Node, is_typed, kind_of
+from vllm_module.core.tree import LoadState, Location, Node, is_typed, kind_of, state_of
 from vllm_module.parameters import Reordered
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
 from vllm_module.weights.handle import FileHandle
@@ -102,16 +103,42 @@ class LoadPlan(Summarized):
         ``rank`` counts all ranks of the model. Names are not routed again: every rank takes the
         same ones, and cuts them for itself. The plan's module is for planning only.
         """
+        return self._copied(lambda tensor: tensor.of_rank(rank) if is_typed(tensor) else tensor)
+
+    def again(self, weights: Mapping[str, Weight]) -> LoadPlan:
+        """Return the plan of a load of other weights into a new module that is like this plan's.
+
+        They have the names, shapes and dtypes that the plan was made for, and nothing is routed
+        again. This plan's module is still on meta, and no buffers of it are computed from weights.
+        """
+        plan = self._copied(lambda tensor: tensor)
+        for module in plan.module.modules():
+            # A copy has what the other one has, until it is replaced.
+            module._buffers, module._forward_pre_hooks = {**module._buffers}, OrderedDict()
+            if "load_state" in module.__dict__:
+                module.__dict__["load_state"] = LoadState(state_of(module).device)
+        unexpected, misshapen = [*self.report.unexpected], [*self.report.misshapen]  # a run adds
+        return replace(
+            plan,
+            report=replace(self.report, unexpected=unexpected, misshapen=misshapen),
+            fills=[
+                each._replace(weight=weights.get(each.name, each.weight)) for each in plan.fills
+            ],
+            zeros=[(name, weights.get(name, weight)) for name, weight in self.zeros],
+        )
+
+    def _copied(self, change: Callable[[Any], torch.Tensor]) -> LoadPlan:
+        """Return the same plan for a copy of the module, with other parameters."""
         tensors: dict[torch.Tensor, torch.Tensor] = {}
         modules: dict[nn.Module, nn.Module] = {}
         nodes: dict[Node, Node] = {}
         locations: dict[Location, Location] = {}
-        module = _module_of_rank(self.module, rank, modules, tensors)
+        module = _copy_of_module(self.module, change, modules, tensors)
         fills = []
         for each in self.fills:
             location = locations.get(each.location)
             if location is None:
-                node = _node_of_rank(each.location.node, modules, nodes)
+                node = _copy_of_node(each.location.node, modules, nodes)
                 location = locations[each.location] = Location(node, each.location.attr)
             fills.append(each._replace(location=location))
         return LoadPlan(module, self.report, fills, self.folder)
@@ -236,21 +263,21 @@ def _kind(location: Location) -> Hashable:
     return kind, id(conversion), *(kind_of(each) for each in beside if each is not None)
 
 
-def _module_of_rank(
+def _copy_of_module(
     module: nn.Module,
-    rank: int,
+    change: Callable[[Any], torch.Tensor],
     modules: dict[nn.Module, nn.Module],
     tensors: dict[torch.Tensor, torch.Tensor],
 ) -> nn.Module:
-    """Return a copy of the tree with the parameters of ``rank``; what is shared stays shared."""
+    """Return a copy of the tree with changed parameters; what is shared stays shared."""
     if module in modules:
         return modules[module]
     other = modules[module] = object.__new__(type(module))
     for tensor in module._parameters.values():
         if tensor is not None and tensor not in tensors:
-            tensors[tensor] = tensor.of_rank(rank) if is_typed(tensor) else tensor
+            tensors[tensor] = change(tensor)
     children = {
-        name: child if child is None else _module_of_rank(child, rank, modules, tensors)
+        name: child if child is None else _copy_of_module(child, change, modules, tensors)
         for name, child in module._modules.items()
     }
     own = {name: t if t is None else tensors[t] for name, t in module._parameters.items()}
@@ -261,13 +288,13 @@ def _module_of_rank(
     return other
 
 
-def _node_of_rank(node: Node, modules: dict[nn.Module, nn.Module], nodes: dict[Node, Node]) -> Node:
+def _copy_of_node(node: Node, modules: dict[nn.Module, nn.Module], nodes: dict[Node, Node]) -> Node:
     """Return the place of the copied module."""
     other = nodes.get(node)
     if other is None:
         parent, name = None, ""
         if node.parent is not None:
-            parent = _node_of_rank(node.parent, modules, nodes)
+            parent = _copy_of_node(node.parent, modules, nodes)
             name = node.path[len(parent.path) : -1]
         other = nodes[node] = Node(modules[node.module], parent, name)
         other.conversions = node.conversions  # none where tensors are loaded as they are held

@@ -10,6 +10,7 @@ import torch
 
 from vllm_module.adapters import (
     Adapter,
+    AdapterPlans,
     attach,
     base_names,
     detach,
@@ -52,6 +53,7 @@ class WorkerWeights:
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
         self._dropped = False  # True if it sleeps without weights
         self._adapters: dict[int, Adapter] = {}
+        self._adapter_plans: AdapterPlans | None = None
 
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
@@ -89,8 +91,9 @@ class WorkerWeights:
             )
         versions = file_versions(path)
         with open_adapter(path) as (config, weights):
-            adapter = Adapter(self.model, config)
-            adapter.load(weights)
+            if self._adapter_plans is None:
+                self._adapter_plans = AdapterPlans(self.model)
+            adapter = self._adapter_plans.load(config, weights)
         if file_versions(path) != versions:
             raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
         attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
