@@ -65,11 +65,11 @@ def at_exit():
     atexit.register(interrupt)
 
 def handled():
-    entry._CLEANUP_SECONDS = 0.2
+    entry._CLEANUP_SECONDS = 100  # more than the rest takes
     try:
         interrupt()
     except KeyboardInterrupt:
-        atexit.register(time.sleep, 0.3)
+        atexit.register(lambda: signal.getitimer(signal.ITIMER_REAL)[0] and os._exit(3))
 
 def in_the_background():
     interrupt()

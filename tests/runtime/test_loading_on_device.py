@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from vllm_module import LLM
 from vllm_module.parameters import BasevLLMParameter
-from vllm_module.runtime.ranks import worker
+from vllm_module.runtime.ranks import worker, worker_weights
 from vllm_module.weights import staging
 
 TESTS = Path(__file__).parents[1]
@@ -146,14 +146,14 @@ def parameters_of_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def awake_on_host(patch: pytest.MonkeyPatch) -> None:
-    load = worker.load_held
+    load = worker_weights.load_held
 
     def faulty(model: Any, held: Any) -> None:
         load(model, held)
         norm = model.model.norm
         norm._parameters["weight"] = torch.nn.Parameter(norm.weight.memory.clone(), False)
 
-    patch.setattr(worker, "load_held", faulty)
+    patch.setattr(worker_weights, "load_held", faulty)
 
 
 def new_storage(patch: pytest.MonkeyPatch) -> None:
