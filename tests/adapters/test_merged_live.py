@@ -160,7 +160,7 @@ def test_after_a_failed_update(tuned: Callable[[str], Any]) -> None:
         llm.load_adapter("a", one.adapter)
         with pytest.raises(OSError, match="the disk is gone"):
             llm.update_weights(broken())
-        with pytest.raises(ModelNotReadyError, match="update|weights"):
+        with pytest.raises(ModelNotReadyError, match="a load broke midway"):
             llm.merge_adapter("a")
         llm.reload_weights()
         llm.merge_adapter("a")

@@ -103,7 +103,7 @@ class AdapterMethods:
 
         Raises:
             ValueError: there is no adapter of this name.
-            RuntimeError: requests use it, the engine sleeps, or an update of its weights had failed.
+            RuntimeError: requests use it, the engine sleeps, or an update of the model had failed.
             UnsupportedModelError: the model is quantized, or another model would be computed (an
                 adapter of an embedding that is tied to the head).
             WeightLoadError: a sum is no number of its dtype; nothing was changed.

@@ -122,7 +122,12 @@ class WeightChanges:
         self._everywhere("drop_adapter", number)
 
     def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Update an adapter in place, on every rank. Raises what the ranks raise."""
+        """Update an adapter in place, on every rank.
+
+        Raises what the ranks raise; then no rank has changed.
+        """
+        if self.stages > 1:  # ranks of one stage refuse alike
+            self._everywhere("check_adapter", number, weights)
         self._everywhere("update_adapter", number, weights)
 
     def sleep(self, level: int = 1) -> None:
