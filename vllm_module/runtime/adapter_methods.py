@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ class AdapterMethods:
     executor: Executor
     source: ModelSource
     _update_named: Callable[..., None]
-    _changing: Callable[[], AbstractContextManager[None]]
+    _changing: Callable[..., Any]
     _check_whole: Callable[[], None]
     _adapter_numbers: Iterator[int]
 
