@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, LoRARequest, SamplingParams
 from vllm_module.build import registry
-from vllm_module.errors import WeightLoadError
+from vllm_module.errors import RankError, WeightLoadError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
@@ -317,7 +317,9 @@ class Own(RowParallelLinear):
 class IgnoringForCausalLM(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        for layer in self.model.layers:
+        for layer in self.model.layers[:1]:
+            if not hasattr(layer, "self_attn"):
+                continue  # another pipeline stage has it
             old = layer.self_attn.o_proj
             layer.self_attn.o_proj = Own(old.input.size, old.output.size, bias=False)
 """
@@ -344,3 +346,13 @@ def test_a_layer_that_ignores_adapters(
         ):
             generated(llm, [PROMPTS[1]], "b")
         assert generated(llm, [PROMPTS[1]], None) == before
+
+
+def test_a_layer_of_the_first_stage_that_ignores_adapters(folder: Path, tmp_path: Path) -> None:
+    """The stage is named; the last stage alone would give tokens of half an adapter."""
+    (tmp_path / "own.py").write_text(OWN)
+    own = {"hf_overrides": {"architectures": ["IgnoringForCausalLM"]}, "pipeline_parallel_size": 2}
+    with load(folder, model_code=tmp_path / "own.py", **own) as llm:
+        llm.load_adapter("b", folder / "b")
+        with pytest.raises(RankError, match=r"(?s)rank 1: .*o_proj has an adapter, and its Own"):
+            generated(llm, [PROMPTS[1]], "b")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.errors import RankError, WeightLoadError
 
 HERE = Path(__file__).parent
 SUPPORT = runpy.run_path(str(HERE / "support.py"))
@@ -186,3 +187,25 @@ def test_caught(folder: Path, expected: Callable[..., list[int]], name: str) -> 
     check_it = instead(*FAULTS[name])
     with check_it(), pytest.raises(AssertionError):
         check(folder, expected)
+
+
+def test_an_update_that_one_stage_refuses(folder: Path) -> None:
+    """No pipeline stage takes what another one refuses."""
+    old = load_file(folder / "a" / FILE)
+    new = {name: -3 * tensor for name, tensor in old.items()}
+    wrong = next(name for name in new if "layers.0." in name and "o_proj.lora_A" in name)
+    new[wrong] = new[wrong][:, 1:].contiguous()
+    settings = {"kv_cache_memory_bytes": 1 << 20, "dtype": "float32"}
+    with LLM(str(folder / "base"), pipeline_parallel_size=2, **settings) as llm:
+        llm.load_adapter("a", folder / "a")
+
+        def tokens() -> list[list[int]]:
+            outputs = llm.generate(SHORT, FIVE, use_tqdm=False, lora_request="a")
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        before = tokens()
+        with pytest.raises((WeightLoadError, RankError), match=r"layers\.0\.self_attn\.o_proj"):
+            llm.update_adapter("a", new)
+        assert tokens() == before
+        llm.update_adapter("a", {name: -3 * tensor for name, tensor in old.items()})
+        assert tokens() != before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightLoadError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 FAMILIES, adapt, load_base = SUPPORT["FAMILIES"], SUPPORT["adapt"], SUPPORT["load_base"]
@@ -146,6 +146,44 @@ def test_refused(tuned: Callable[[str], Any], tmp_path: Path) -> None:
         assert llm.digest().tensors == digest.tensors
         assert tokens(llm, "a") == adapted
         assert [each.name for each in llm.list_adapters()] == ["a", "b"]
+
+
+def test_after_a_failed_update(tuned: Callable[[str], Any]) -> None:
+    """The error says what has failed, not which tensors a merge does not change."""
+    one = tuned("qwen3")
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(load_file(one.base / "model.safetensors").items())[:4]
+        raise OSError("the disk is gone")
+
+    with start(one.base) as llm:
+        llm.load_adapter("a", one.adapter)
+        with pytest.raises(OSError, match="the disk is gone"):
+            llm.update_weights(broken())
+        with pytest.raises(ModelNotReadyError, match="a load broke midway"):
+            llm.merge_adapter("a")
+        llm.reload_weights()
+        llm.merge_adapter("a")
+
+
+def test_served_weights(tuned: Callable[[str], Any]) -> None:
+    """A server does not send what it has kept of a tensor from before."""
+    one = tuned("gpt_oss")
+    with start(one.base) as llm, llm.serve_weights() as server:
+        tensor = next(each for each in server._file._tensors if "experts.gate_up" in each.name)
+        assert not tensor.by_rows  # such a tensor is kept
+        llm.load_adapter("a", one.adapter)
+
+        def sent() -> bytes:
+            end = tensor.begin + tensor.nbytes
+            pieces = server.pieces("model.safetensors", tensor.begin, end, server.tag())
+            return b"".join(pieces)
+
+        before = sent()
+        llm.merge_adapter("a")
+        after = sent()
+        held = server._file.take(tensor.name)
+    assert after == held.numpy().tobytes() != before
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")

@@ -181,6 +181,19 @@ def test_updates_and_sleep_are_those_of_one_rank(four: tuple[Path, LLM], expecte
     assert tokens(llm) == old_tokens
 
 
+def test_what_is_no_weight_is_refused_by_name(four: tuple[Path, LLM], expected: Any) -> None:
+    """As one rank refuses it, whichever stage has the name."""
+    folder, llm = four
+    first, last = "model.layers.0.input_layernorm.weight", "model.norm.weight"
+    for name in (first, last):
+        for wrong, said in [(None, "got NoneType"), (torch.eye(2).to_sparse(), "sparse_coo")]:
+            with pytest.raises((WeightLoadError, RankError), match=rf"(?s){name}.*{said}"):
+                llm.update_weights({name: wrong})
+    with pytest.raises(WeightLoadError, match="expected pairs of name and tensor, got 'abc'"):
+        llm.update_weights(["abc"])
+    assert tokens(llm) == expected[folder.name][1]
+
+
 def test_an_update_between_steps_and_an_abort(four: tuple[Path, LLM], expected: Any) -> None:
     """Running requests go on with new weights, and what is aborted leaves no trace."""
     folder, llm = four

@@ -54,3 +54,11 @@ def test_gathering_is_chosen_if_boxes_cost_much() -> None:
     assert cheap.descriptors() == 80
     dear, _ = fastest_plan(source, target, LINKS._replace(host=1e9, latency=5.0), source_node=8)
     assert dear.descriptors() < 64
+
+
+def test_links_of_one_bandwidth_are_two() -> None:
+    """A rank's link to the network and the one to its host are busy at the same time."""
+    plan = TransferPlan(layout(8), layout(8, rows_of=2), source_node=2, target_node=2)
+    equal = simulate(plan, LINKS._replace(host=100.0), batches=64)
+    assert equal.bound == pytest.approx(1.0)  # 100 bytes on each link, in each direction
+    assert equal.bound <= equal.makespan < 1.1

@@ -248,11 +248,21 @@ class Adapter(AdapterModule):
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Update A and B in place; nothing has changed if the update is refused."""
-        weights = without_copies(self.base[0], weights)
-        for name, weight in weights.items():
+        self.update_weights(self._finite(weights))
+
+    def check_update(self, weights: Mapping[str, Weight]) -> None:
+        """Raise what an update would raise before it writes anything."""
+        report = self.plan_weights(self._finite(weights)).report
+        report.missing.clear()
+        self._refuse(report)
+
+    def _finite(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+        """Return A and B alone; refuse NaN and infinity."""
+        found = without_copies(self.base[0], weights)
+        for name, weight in found.items():
             if isinstance(weight, torch.Tensor):
                 refuse_infinite(name, weight)
-        self.update_weights(weights)
+        return found
 
     def plan(self, weights: Mapping[str, Weight]) -> LoadPlan:
         """Return what a load of A and B reads, and keep the layers that it is for.

@@ -74,12 +74,12 @@ def simulate(
 
     """
     messages = _messages(plan)
-    busy = Counter[tuple[_End, str]]()
+    busy: dict[tuple[_End, str, int], float] = defaultdict(float)  # seconds, by link and direction
     for each in messages:
-        speed = links.network if each.stage == 1 else links.host
+        speed, network = links.network if each.stage == 1 else links.host, int(each.stage == 1)
         for rank, way in ((each.source, "out"), (each.target, "in")):
-            busy[rank, f"{way} {speed}"] += each.nbytes
-    bound = max((n / float(link.split()[1]) for (_, link), n in busy.items()), default=0.0)
+            busy[rank, way, network] += each.nbytes / speed
+    bound = max(busy.values(), default=0.0)
     free: dict[tuple[_End, int, bool], float] = defaultdict(float)
     last, factors = 0.0, dict(slow or {})
     arrived: dict[tuple[_End, int], float] = defaultdict(float)  # of a stage of this batch

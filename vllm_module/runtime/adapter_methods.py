@@ -25,6 +25,8 @@ class AdapterMethods:
     executor: Executor
     source: ModelSource
     _update_named: Callable[..., None]
+    _changing: Callable[..., Any]
+    _check_whole: Callable[[], None]
     _adapter_numbers: Iterator[int]
 
     def load_adapter(self, name: str, path: str | Path) -> ServedAdapter:
@@ -100,18 +102,16 @@ class AdapterMethods:
 
         Raises:
             ValueError: there is no adapter of this name.
-            RuntimeError: requests use it, or the engine sleeps.
+            RuntimeError: requests use it, the engine sleeps, or an update of the model had failed.
             UnsupportedModelError: the model is quantized, or another model would be computed (an
                 adapter of an embedding that is tied to the head).
             WeightLoadError: a sum is no number of its dtype; nothing was changed.
 
         """
-        with self.engine.alone():
-            self.executor.check()
+        with self._changing():
+            self._check_whole()
             adapter = self.engine.adapter(name)
             self._refuse_used(adapter)
-            if "weights" in self.executor.sleeping:
-                raise RuntimeError("the engine sleeps: wake_up() first")
             if not adapter.in_memory:
                 self._load(adapter)
             weights = merged_weights(self.source, self.executor, adapter)

@@ -166,17 +166,10 @@ class WeightMethods:
         if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
             raise ValueError("token should be eight printable ASCII characters or more")
 
-        def check() -> None:
-            self.executor.check()
-            if "weights" in self.executor.sleeping:
-                raise RuntimeError("the engine sleeps: wake_up() first")
-            if self.executor.refusal is not None:
-                raise ModelNotReadyError(self.executor.refusal)
-
         # A step reads weights, too. On a device it would wait for copies, and other ranks for it.
         beside_steps = self.executor.size == 1 and self.executor.worker.device.type == "cpu"
         with self.engine.alone():
-            file = HeldFile(self.executor.apply_model, check, beside_steps)
+            file = HeldFile(self.executor.apply_model, self._check_whole, beside_steps)
         return WeightServer(
             file, self.source.folder, self.engine, host, port,
             secrets.token_urlsafe(24) if token is None else token,
@@ -351,6 +344,14 @@ class WeightMethods:
                 return _layout_of(self.executor.worker.model, ranks=size)
             found = self.executor.apply_model(partial(_layout_of, ranks=size))
         return layout_of_stages(found[::size])  # in the order of ranks, the last stage first
+
+    def _check_whole(self) -> None:
+        """Raise if the ranks do not have whole weights now."""
+        self.executor.check()
+        if "weights" in self.executor.sleeping:
+            raise RuntimeError("the engine sleeps: wake_up() first")
+        if self.executor.refusal is not None:
+            raise ModelNotReadyError(self.executor.refusal)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -96,9 +96,11 @@ class WeightChanges:
         Stages get names, shapes and dtypes. The values are here.
         """
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+        self.check()
+        self._do("check_update", pairs, whole)  # refuses what is no pair of name and tensor
+        # What has no dense values is sent as it is, for the stage of that name to refuse.
         described = [
-            (name, each if isinstance(each, Changes) else Region.of(name, each))
-            for name, each in pairs
+            (name, Region.of(name, each) if _has_region(each) else each) for name, each in pairs
         ]
         self._everywhere("check_update", described, whole)
         if not self.worker.model.allow_nan:
@@ -122,7 +124,12 @@ class WeightChanges:
         self._everywhere("drop_adapter", number)
 
     def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Update an adapter in place, on every rank. Raises what the ranks raise."""
+        """Update an adapter in place, on every rank.
+
+        Raises what the ranks raise; then no rank has changed.
+        """
+        if self.stages > 1:  # ranks of one stage refuse alike
+            self._everywhere("check_adapter", number, weights)
         self._everywhere("update_adapter", number, weights)
 
     def sleep(self, level: int = 1) -> None:
@@ -188,6 +195,12 @@ class WeightChanges:
                     self.refusal = "some ranks took an update of the weights that others refused"
             raise
         self.refusal = None
+
+
+def _has_region(weight: Any) -> bool:
+    if isinstance(weight, torch.Tensor):
+        return weight.layout == torch.strided
+    return hasattr(weight, "narrow") and not isinstance(weight, Changes)
 
 
 def _given(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:

@@ -20,7 +20,7 @@ from vllm_module.base.messages import describe_error
 from vllm_module.base.process_groups import rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import WaitLimitError, at_most, finish, uninterrupted
 from vllm_module.config import EngineConfig
-from vllm_module.distributed import ProcessGroup, surrounding_group
+from vllm_module.distributed import ProcessGroup, StagePipe, surrounding_group
 from vllm_module.errors import RankError
 from vllm_module.runtime.devices import own_device
 from vllm_module.runtime.ranks.connections import (
@@ -389,7 +389,8 @@ def _is_of_others(error: BaseException) -> bool:
     """Return whether ``error`` was probably caused by the failure of another rank."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     where = frames[-1].f_globals.get("__name__", "") if frames else ""
-    collective = where.startswith("torch.distributed") or where == finish.__module__
+    ours = finish.__module__, StagePipe.__module__  # which wait
+    collective = where.startswith("torch.distributed") or where in ours
     of_torch = isinstance(error, RuntimeError) and collective
     return of_torch or isinstance(error, RankError | dist.DistError)
 

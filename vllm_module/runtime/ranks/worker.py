@@ -302,12 +302,12 @@ class Worker(WorkerWeights):
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
         logits = self.runner.run(inputs, sampled)
-        if self._pipe is not None and not self._pipe.is_last:
-            return logits  # none
         if inputs.adapters and inputs.rows:
             for number in {*inputs.adapters.values()} - self._checked:
                 check_used(self._adapters[number], number)
                 self._checked.add(number)
+        if self._pipe is not None and not self._pipe.is_last:
+            return logits  # none
         expected = len(inputs.rows), self.source.config.vocab_size
         if not isinstance(logits, torch.Tensor) or logits.shape != expected:
             raise UnsupportedModelError(

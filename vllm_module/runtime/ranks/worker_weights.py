@@ -109,6 +109,11 @@ class WorkerWeights:
             if self._adapter_rows.slots is not None:
                 self._adapter_rows.slots.forget(number)
 
+    def check_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise what :meth:`update_adapter` would raise."""
+        adapter = self._adapters[number]
+        adapter.check_update(base_names(weights, adapter.config))
+
     def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Update A and B of an adapter in place, under PEFT's names.
 
