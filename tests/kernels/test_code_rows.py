@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from vllm_module.kernels.matmul import code_rows as home
+from vllm_module.kernels.matmul import compiled_codes, compiled_rows
 from vllm_module.kernels.matmul.code_rows import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
 from vllm_module.kernels.matmul.linear import Products, products
@@ -257,6 +260,22 @@ def test_the_loops_are_chosen_where_they_take_less_time(slow_from: int, most: in
         return 1.0 if way.__name__ == "dequantized" or len(x) >= slow_from else 0.85
 
     assert fastest_code_rows(1, seconds) == most
+
+
+def test_kept_loops_are_those_of_the_files(monkeypatch: Any, tmp_path: Path) -> None:
+    """What numba finds its compiled loops by changes with the file of the functions in them."""
+    codegen = SimpleNamespace(magic_tuple=tuple)
+
+    def key() -> Any:
+        loops: Any = compiled_rows.compiled_multiply(compiled_codes.INT8, False, False)
+        return loops._cache._index_key((), codegen)
+
+    before = key()
+    assert key() == before
+    changed = tmp_path / "codes.py"
+    changed.write_text(Path(compiled_codes.__file__).read_text().replace("(0x80)", "(0x40)"))
+    monkeypatch.setattr(compiled_codes, "__file__", str(changed))
+    assert key() != before
 
 
 def test_without_numba_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

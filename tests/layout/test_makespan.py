@@ -54,3 +54,13 @@ def test_gathering_is_chosen_if_boxes_cost_much() -> None:
     assert cheap.descriptors() == 80
     dear, _ = fastest_plan(source, target, LINKS._replace(host=1e9, latency=5.0), source_node=8)
     assert dear.descriptors() < 64
+
+
+def test_links_of_one_bandwidth_are_two_links() -> None:
+    """A relay sends over the network and its host at once: no bound is above what it takes."""
+    plan = TransferPlan(layout(2), layout(4, rows_of=2), target_node=2)
+    assert any(route.relayed for route in plan.routes)
+    for host in (99.0, 100.0, 101.0):
+        found = simulate(plan, Links(network=100.0, host=host), batches=1000)
+        assert found.bound == pytest.approx(4.0, rel=0.02)
+        assert found.bound <= found.makespan < 4.1

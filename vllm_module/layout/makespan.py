@@ -74,26 +74,25 @@ def simulate(
 
     """
     messages = _messages(plan)
-    busy = Counter[tuple[_End, str]]()
+    speeds = links.host, links.network  # by whether a message goes through the network
+    busy = Counter[tuple[_End, bool, bool]]()  # bytes of a rank's link, out or in
     for each in messages:
-        speed = links.network if each.stage == 1 else links.host
-        for rank, way in ((each.source, "out"), (each.target, "in")):
-            busy[rank, f"{way} {speed}"] += each.nbytes
-    bound = max((n / float(link.split()[1]) for (_, link), n in busy.items()), default=0.0)
-    free: dict[tuple[_End, int, bool], float] = defaultdict(float)
+        busy[each.source, each.stage == 1, True] += each.nbytes
+        busy[each.target, each.stage == 1, False] += each.nbytes
+    bound = max((n / speeds[network] for (_, network, _), n in busy.items()), default=0.0)
+    free: dict[tuple[_End, bool, bool], float] = defaultdict(float)
     last, factors = 0.0, dict(slow or {})
     arrived: dict[tuple[_End, int], float] = defaultdict(float)  # of a stage of this batch
     for _ in range(batches):
         arrived.clear()
         for each in messages:
-            speed = links.network if each.stage == 1 else links.host
+            network = each.stage == 1
             late = max(factors.get(each.source, 1.0), factors.get(each.target, 1.0))
             # Packing waits for what is gathered or was sent to the rank, and is the sender's work.
             ready = arrived[each.source, each.stage - 1]
-            network = int(each.stage == 1)
             out, into = (each.source, network, True), (each.target, network, False)
             begin = max(free[out], free[into], ready)
-            taken = links.latency + (each.boxes * links.box + each.nbytes / speed) / batches
+            taken = links.latency + (each.boxes * links.box + each.nbytes / speeds[network]) / batches
             end = begin + late * taken
             free[out] = free[into] = end
             place = each.target, each.stage
