@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from vllm_module import LLM, SamplingParams, WeightLoadError
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, RankError
 from vllm_module.runtime.outputs import RequestOutput
-from vllm_module.runtime.ranks import worker as workers
+from vllm_module.runtime.ranks import worker_weights as workers
 from vllm_module.runtime.text.chat import ChatTemplate
 from vllm_module.runtime.text.tokenizer import Tokenizer
 

@@ -70,7 +70,7 @@ def simulate(
         links: as above. Hops that are gathered or relayed use the host's.
         batches: equal parts that follow each other; stages of one overlap with those of others.
         slow: factors of stragglers, by ``("source", rank)`` or ``("target", rank)``: their
-            messages take so many times as long.
+            messages take so many times as long, by the slower of both ends.
 
     """
     messages = _messages(plan)
@@ -92,8 +92,8 @@ def simulate(
             ready = arrived[each.source, each.stage - 1]
             out, into = (each.source, network, True), (each.target, network, False)
             begin = max(free[out], free[into], ready)
-            taken = links.latency + (each.boxes * links.box + each.nbytes / speeds[network]) / batches
-            end = begin + late * taken
+            work = each.boxes * links.box + each.nbytes / speeds[network]
+            end = begin + late * (links.latency + work / batches)
             free[out] = free[into] = end
             place = each.target, each.stage
             arrived[place] = max(arrived[place], end)
