@@ -243,6 +243,22 @@ def test_what_the_loops_do_not_take_is_dequantized(calls: list[int]) -> None:
     assert len(calls) == 1
 
 
+def test_a_last_group_that_is_shorter_is_not_half_of_the_inputs(calls: list[int]) -> None:
+    """Of 192 inputs in groups of 128, the second scale is of 64: the loops do not take it."""
+    x, scale = torch.randn(2, 192), torch.tensor([[1.0, 100.0]]).expand(8, 2).contiguous()
+    spread = torch.tensor([1.0] * 128 + [100.0] * 64).double()
+    weight = torch.randint(-9, 9, (8, 192), dtype=torch.int8)
+    y = scaled_matmul(x, weight, scale, (1, 128))
+    torch.testing.assert_close(y.double(), x.double() @ (weight * spread).T, rtol=1e-4, atol=1e-2)
+    codes = (weight.int() + 8).clamp(0, 15).view(8, -1, 8).long()
+    words = (codes << torch.arange(0, 32, 4)).sum(-1)
+    words = (words - (words >> 31 << 32)).to(torch.int32)
+    y = packed_matmul(x, words, scale, Packing(4), 128)
+    expected = x.double() @ ((codes.view(8, -1) - 8) * spread).T
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-2)
+    assert calls == []
+
+
 def test_what_is_not_finite_stays_in_its_row() -> None:
     """A NaN or an infinity of the input is in the results of its own row."""
     x, weight = torch.randn(6, 64), torch.ones(5, 64, dtype=torch.int8)

@@ -64,3 +64,15 @@ def test_links_of_one_bandwidth_are_two_links() -> None:
         found = simulate(plan, Links(network=100.0, host=host), batches=1000)
         assert found.bound == pytest.approx(4.0, rel=0.02)
         assert found.bound <= found.makespan < 4.1
+
+
+def test_every_expert_is_a_box_and_the_slower_end_counts() -> None:
+    """Boxes are counted by expert; two stragglers are as late as the later one."""
+    entry = StoredTensorLayout("experts.{expert}.w", (4, 5), "bfloat16", "w", 0, None, (0, 5))
+    one = layout_of_shards([entry], 1, lambda _, shape, rank: rows(shape, rank, 1))
+    plan = TransferPlan(one, one)
+    slow = {("source", 0): 2.0, ("target", 0): 3.0}
+    assert simulate(plan, LINKS).makespan == pytest.approx(2.0)
+    assert simulate(plan, LINKS._replace(box=1.0)).makespan == pytest.approx(7.0)
+    assert simulate(plan, LINKS, slow=slow).makespan == pytest.approx(6.0)
+    assert simulate(plan, LINKS, slow={("source", 0): 2.0}).makespan == pytest.approx(4.0)
