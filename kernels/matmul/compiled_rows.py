@@ -156,5 +156,5 @@ def compiled_multiply(kind: int, ordered: bool, parallel: bool) -> Callable[...,
 
 def _written() -> int:
     """Return a number that changes with the text of the modules whose functions are inlined."""
-    text = [Path(module.__file__).read_bytes() for module in (compiled_codes, compiled_blocks)]
+    text = [Path(str(each.__file__)).read_bytes() for each in (compiled_codes, compiled_blocks)]
     return zlib.crc32(b"".join(text)) or 1

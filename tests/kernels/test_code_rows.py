@@ -289,7 +289,7 @@ def test_kept_loops_are_those_of_the_files(monkeypatch: Any, tmp_path: Path) -> 
     before = key()
     assert key() == before
     changed = tmp_path / "codes.py"
-    changed.write_text(Path(compiled_codes.__file__).read_text().replace("(0x80)", "(0x40)"))
+    changed.write_text(Path(str(compiled_codes.__file__)).read_text().replace("(0x80)", "(0x40)"))
     monkeypatch.setattr(compiled_codes, "__file__", str(changed))
     assert key() != before
 
