@@ -10,7 +10,9 @@ knows instead of computing eight numbers at once.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,7 @@ def compiled_multiply(kind: int, ordered: bool, parallel: bool) -> Callable[...,
     alone = kind in _PRODUCTS and not ordered  # one row is multiplied without writing values
     write, product = _VALUES[kind], _PRODUCTS.get(kind, compiled_codes.PRODUCTS[0])
     together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
+    written = _written()
     for function in (*compiled_codes.USED, *compiled_blocks.USED):
         register_jitable(function)
     for inlined in (write, product, _by_group, _products):
@@ -120,6 +123,7 @@ def compiled_multiply(kind: int, ordered: bool, parallel: bool) -> Callable[...,
         starts: Any,
         y: Any,
     ) -> None:
+        assert written  # numba's cache tells loops apart by this file and such numbers alone
         groups, columns = rows.shape[1], x.shape[1]
         outputs, size = rows.shape[0] * each, columns // (planes * groups)
         one, none, shift = np.ones((1, 1), np.float32), zeros[:1, :0], np.uint32(0)
@@ -148,3 +152,9 @@ def compiled_multiply(kind: int, ordered: bool, parallel: bool) -> Callable[...,
 
     compiled: Callable[..., None] = njit(multiply, parallel=parallel, cache=True, **_OPTIONS)
     return compiled
+
+
+def _written() -> int:
+    """Return a number that changes with the text of the modules whose functions are inlined."""
+    text = [Path(str(each.__file__)).read_bytes() for each in (compiled_codes, compiled_blocks)]
+    return zlib.crc32(b"".join(text)) or 1

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import ModelConfig
+from vllm_module.adapters import open_adapter
+from vllm_module.adapters.merging import additions
 from vllm_module.cli import main
 from vllm_module.errors import MissingWeightError, UnsupportedModelError, WeightLoadError
 from vllm_module.export.merged import merge
@@ -216,3 +218,17 @@ def test_the_command(
     for wrong in (["--quantization", "fp8"], ["--ignore", "lm_head"], ["--group-size", "64"]):
         assert main([*given, str(tmp_path / "no"), *wrong]) == 2
         assert "--quantization" in capsys.readouterr().err
+
+
+def test_a_model_that_makes_other_tensors_is_refused(tuned: Callable[[str], Any]) -> None:
+    """A sum would be of what is stored, and the model loads something that it has made of it."""
+    one = tuned("llama")
+    base, tensors = load_base(one.base), stored(one.base)
+    made = tensors | {"model.norm.weight": tensors["model.norm.weight"].clone()}
+    with open_adapter(one.adapter) as (settings, weights):
+        expected = additions(base.plan_weights(tensors), tensors, settings, weights)
+        assert additions(base.plan_weights(made), tensors, settings, weights) == expected
+        name = next(iter(expected))
+        made[name] = tensors[name].clone()
+        with pytest.raises(UnsupportedModelError, match=f"loads something else than {name}"):
+            additions(base.plan_weights(made), tensors, settings, weights)

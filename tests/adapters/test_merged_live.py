@@ -202,3 +202,17 @@ def test_what_cannot_be_merged(tuned: Callable[[str], Any], tmp_path: Path) -> N
         with pytest.raises(UnsupportedModelError, match="shares its weight"):
             llm.merge_adapter("a")
         tokens(llm, "a")
+
+
+def test_an_adapter_that_left_the_memory_is_read_again(tuned: Callable[[str], Any]) -> None:
+    """With room for one, the first is merged after the second was loaded."""
+    one, digests = tuned("qwen3"), []
+    for others in ([], ["b"]):
+        with start(one.base, max_loras=1, max_cpu_loras=1) as llm:
+            before = llm.digest()
+            for name in ("a", *others):
+                llm.load_adapter(name, one.adapter)
+            assert llm.list_adapters()[0].in_memory is not bool(others)
+            llm.merge_adapter("a")
+            digests.append(llm.digest().tensors)
+    assert digests[0] == digests[1] != before.tensors

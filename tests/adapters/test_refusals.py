@@ -17,6 +17,7 @@ from vllm_module.errors import (
     CheckpointFormatError,
     UnsupportedModelError,
     WeightLoadError,
+    WeightReadError,
 )
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
@@ -282,3 +283,20 @@ def test_a_bin_file(tuned: Callable[[str], Any], tmp_path: Path) -> None:
     assert state.keys() == of_bin.state_dict().keys()
     for name, tensor in of_bin.state_dict().items():
         assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("at", [0, 1, -1])
+def test_a_nan_is_found_in_any_part(
+    tuned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A tensor is looked through in parts; one number of any of them is enough."""
+    one = tuned("llama")
+
+    def change(tensors: Tensors) -> None:
+        name = next(name for name in tensors if "q_proj.lora_A" in name)
+        tensors[name].view(-1)[at] = torch.nan
+
+    folder = changed(one, tmp_path, change)
+    monkeypatch.setattr("vllm_module.adapters.adapter._FEW", 7)
+    with pytest.raises(WeightReadError, match=r"q_proj\.lora_A.* has a NaN"):
+        load_adapter(load_base(one.base), folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import runpy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,49 @@ def test_a_rank_above_the_limit_is_refused(tuned: Any) -> None:
     assert all(each.adapters is None for each in linear)
     attach(adapter, 0, rows, 7)
     assert any(each.adapters is not None for each in linear)
+
+
+def test_a_layer_keeps_room_for_adapters_that_have_more() -> None:
+    """Memory that is made anew for other ends has the larger rank; of fewer ends it stays."""
+    layers, generator = Layers(2), torch.Generator().manual_seed(1)
+    a, b = torch.randn(20, INPUTS, generator=generator), torch.randn(18, 20, generator=generator)
+    whole = LowRank(a, b, (LowRankPart(slice(0, 20), slice(0, 18), 2.0),), (18,))
+    layers.layers[0].attach(1, whole)
+    layers.held[1] = [whole, None]
+    layers.step([1, -1])
+    layers.load(0, [2, 2, 2], None)
+    layers.step([1, 0, -1, 1])
+    before, memory = layers.slots.layout, layers.layers[0].memory
+    layers.layers[0].attach(2, whole)
+    layers.held[2] = [whole, None]
+    assert (layers.slots.layout, layers.layers[0].memory) == (before, memory)
+    layers.step([2, 0])
+
+
+def test_nothing_of_an_adapter_is_held_once_it_is_forgotten() -> None:
+    """On a CPU the A and B that were put side by side are freed with it."""
+    layer, generator = LayerAdapters(AdapterRows()), torch.Generator().manual_seed(0)
+    for number in (0, 1):
+        layer.attach(number, drawn(generator, [2, 2, 2]))
+    layer.rows.set({0: 0, 1: 1}, [0, 2, 4], torch.device("cpu"))
+    layer.add(torch.ones(4, INPUTS), torch.zeros(4, sum(SIZES)))
+    assert layer._together is not None
+    held = weakref.ref(layer._together.a)
+    layer.forget(0)
+    assert held() is None
+
+
+def test_experts_add_for_the_rows_of_each_step() -> None:
+    """In a second step, other rows than in the first have the adapter."""
+    layer, generator = LayerAdapters(AdapterRows()), torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 3, INPUTS, generator=generator), torch.randn(2, 4, 3, generator=generator)
+    layer.attach(0, LowRank(a, b, (LowRankPart(slice(0, 3), slice(0, 4), 2.0),), (4,)))
+    x, offsets = torch.randn(3, INPUTS, generator=generator), torch.tensor([0, 2, 3])
+    tokens = torch.tensor([2, 0, 1])
+    for own in (0, 1, 2):
+        layer.rows.set({own: 0}, [0, 1, 2, 3], torch.device("cpu"))
+        found = layer.add_experts(x, tokens, tokens, offsets, torch.zeros(3, 4))
+        for row, token in enumerate(tokens.tolist()):
+            expert = int(row >= 2)
+            want = (token == own) * 2.0 * b[expert] @ a[expert] @ x[token]
+            torch.testing.assert_close(found[row], want)

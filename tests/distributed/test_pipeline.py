@@ -221,6 +221,8 @@ def test_an_update_between_steps_and_an_abort(four: tuple[Path, LLM], expected: 
             found.append(sequences)
             each.update_weights(old)
     for ours, theirs in zip(found[1], found[0], strict=True):
+        if llm.executor.worker.has_states:
+            continue  # with steps in flight, they start over with the new weights
         if ours.weight_versions == theirs.weight_versions:
             assert ours.tokens == theirs.tokens
     assert tokens(llm) == old_tokens

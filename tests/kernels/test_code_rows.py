@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from vllm_module.kernels.matmul import code_rows as home
+from vllm_module.kernels.matmul import compiled_codes, compiled_rows
 from vllm_module.kernels.matmul.code_rows import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
 from vllm_module.kernels.matmul.linear import Products, products
@@ -240,6 +243,22 @@ def test_what_the_loops_do_not_take_is_dequantized(calls: list[int]) -> None:
     assert len(calls) == 1
 
 
+def test_a_last_group_that_is_shorter_is_not_half_of_the_inputs(calls: list[int]) -> None:
+    """Of 192 inputs in groups of 128, the second scale is of 64: the loops do not take it."""
+    x, scale = torch.randn(2, 192), torch.tensor([[1.0, 100.0]]).expand(8, 2).contiguous()
+    spread = torch.tensor([1.0] * 128 + [100.0] * 64).double()
+    weight = torch.randint(-9, 9, (8, 192), dtype=torch.int8)
+    y = scaled_matmul(x, weight, scale, (1, 128))
+    torch.testing.assert_close(y.double(), x.double() @ (weight * spread).T, rtol=1e-4, atol=1e-2)
+    codes = (weight.int() + 8).clamp(0, 15).view(8, -1, 8).long()
+    words = (codes << torch.arange(0, 32, 4)).sum(-1)
+    words = (words - (words >> 31 << 32)).to(torch.int32)
+    y = packed_matmul(x, words, scale, Packing(4), 128)
+    expected = x.double() @ ((codes.view(8, -1) - 8) * spread).T
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-2)
+    assert calls == []
+
+
 def test_what_is_not_finite_stays_in_its_row() -> None:
     """A NaN or an infinity of the input is in the results of its own row."""
     x, weight = torch.randn(6, 64), torch.ones(5, 64, dtype=torch.int8)
@@ -257,6 +276,22 @@ def test_the_loops_are_chosen_where_they_take_less_time(slow_from: int, most: in
         return 1.0 if way.__name__ == "dequantized" or len(x) >= slow_from else 0.85
 
     assert fastest_code_rows(1, seconds) == most
+
+
+def test_kept_loops_are_those_of_the_files(monkeypatch: Any, tmp_path: Path) -> None:
+    """What numba finds its compiled loops by changes with the file of the functions in them."""
+    codegen = SimpleNamespace(magic_tuple=tuple)
+
+    def key() -> Any:
+        loops: Any = compiled_rows.compiled_multiply(compiled_codes.INT8, False, False)
+        return loops._cache._index_key((), codegen)
+
+    before = key()
+    assert key() == before
+    changed = tmp_path / "codes.py"
+    changed.write_text(Path(str(compiled_codes.__file__)).read_text().replace("(0x80)", "(0x40)"))
+    monkeypatch.setattr(compiled_codes, "__file__", str(changed))
+    assert key() != before
 
 
 def test_without_numba_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

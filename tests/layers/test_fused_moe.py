@@ -345,10 +345,17 @@ def test_a_checkpoint_of_other_experts_is_refused(damage: str) -> None:
             {"num_experts": 6, "use_grouped_topk": True, "num_expert_group": 2, "topk_group": 3},
             "of which 3",
         ),
+        (
+            {
+                "num_experts": 6, "use_grouped_topk": True, "num_expert_group": 3, "topk_group": 1,
+                "top_k": 3,
+            },
+            "3 experts a token cannot be chosen from 2",
+        ),
         ({"apply_router_weight_on_input": True}, "2 experts a token cannot be applied"),
         ({"scoring_func": "tanh"}, "scoring_func 'tanh': expected 'softmax' or 'sigmoid'"),
     ],
-)
+)  # fmt: skip
 def test_experts_that_cannot_be_chosen_are_refused(arguments: Any, message: str) -> None:
     """The layer is not built for more experts than there are, or for groups that do not divide."""
     with pytest.raises(UnsupportedModelError, match=message):

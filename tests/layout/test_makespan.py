@@ -56,9 +56,23 @@ def test_gathering_is_chosen_if_boxes_cost_much() -> None:
     assert dear.descriptors() < 64
 
 
-def test_links_of_one_bandwidth_are_two() -> None:
-    """A rank's link to the network and the one to its host are busy at the same time."""
-    plan = TransferPlan(layout(8), layout(8, rows_of=2), source_node=2, target_node=2)
-    equal = simulate(plan, LINKS._replace(host=100.0), batches=64)
-    assert equal.bound == pytest.approx(1.0)  # 100 bytes on each link, in each direction
-    assert equal.bound <= equal.makespan < 1.1
+def test_links_of_one_bandwidth_are_two_links() -> None:
+    """A relay sends over the network and its host at once: no bound is above what it takes."""
+    plan = TransferPlan(layout(2), layout(4, rows_of=2), target_node=2)
+    assert any(route.relayed for route in plan.routes)
+    for host in (99.0, 100.0, 101.0):
+        found = simulate(plan, Links(network=100.0, host=host), batches=1000)
+        assert found.bound == pytest.approx(4.0, rel=0.02)
+        assert found.bound <= found.makespan < 4.1
+
+
+def test_every_expert_is_a_box_and_the_slower_end_counts() -> None:
+    """Boxes are counted by expert; two stragglers are as late as the later one."""
+    entry = StoredTensorLayout("experts.{expert}.w", (4, 5), "bfloat16", "w", 0, None, (0, 5))
+    one = layout_of_shards([entry], 1, lambda _, shape, rank: rows(shape, rank, 1))
+    plan = TransferPlan(one, one)
+    slow = {("source", 0): 2.0, ("target", 0): 3.0}
+    assert simulate(plan, LINKS).makespan == pytest.approx(2.0)
+    assert simulate(plan, LINKS._replace(box=1.0)).makespan == pytest.approx(7.0)
+    assert simulate(plan, LINKS, slow=slow).makespan == pytest.approx(6.0)
+    assert simulate(plan, LINKS, slow={("source", 0): 2.0}).makespan == pytest.approx(4.0)

@@ -144,3 +144,20 @@ def test_an_iterator(folder: Path, llm: LLM) -> None:
         with pytest.raises(ValueError, match=rf"(?s)model\.norm\.weight.*{named}"):
             llm.update_weights(iter([("model.norm.weight", make())]))
     assert llm.digest().tensors == {name: digest.hex for name, digest in digests.items()}
+
+
+def test_a_sleep_knows_nothing_of_what_was_before(folder: Path, llm: LLM) -> None:
+    """After a reload there are no updates; an update wakes up all of what slept later."""
+    llm.reload_weights()
+    before, whole = tokens(llm), load_file(folder / "model.safetensors")
+    llm.update_weights(whole)
+    llm.sleep(level=2)
+    llm.wake_up(["weights"])  # they wait for an update
+    llm.reload_weights()
+    llm.sleep(level=2)
+    llm.wake_up()  # the weights are those of the checkpoint again
+    assert tokens(llm) == before
+    llm.update_weights(whole)
+    llm.sleep(level=2)
+    llm.update_weights(whole)
+    assert tokens(llm) == before

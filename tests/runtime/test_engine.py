@@ -986,3 +986,44 @@ def test_a_preemption_leaves_the_time_of_the_first_admission() -> None:
                 first.setdefault(each.request_id, each.metrics.scheduled_ts)
     assert max(each.metrics.num_preemptions for each in requests) > 0
     assert {each.request_id: each.metrics.scheduled_ts for each in requests} == first
+
+
+def test_nothing_is_admitted_before_a_sequence_that_waits_for_pages() -> None:
+    """While another step is in flight, a prompt's next pages are too few: later ones wait, too."""
+    scheduler = Scheduler(PagePool(5, 4), PagePool(0, 4), 8, 8, batches=2)
+    long, other, short = (
+        Request(str(at), [1] * count, greedy(1), at, 100).sequences[0]
+        for at, count in enumerate((16, 8, 1))
+    )
+    scheduler.add(long)
+    first = scheduler.schedule()
+    scheduler.add(other)
+    second = scheduler.schedule()
+    assert (first.scheduled, second.scheduled) == ([(long, 8)], [(other, 8)])
+    scheduler.mark_computed(first)
+    scheduler.add(short)
+    assert scheduler.schedule().scheduled == []
+    assert scheduler.waiting == [short]
+    scheduler.mark_computed(second)
+    assert scheduler.schedule().scheduled[0] == (long, 8)
+    assert scheduler.in_flight == {long}
+    scheduler.reset()
+    assert not scheduler.in_flight, "or nothing is ever preempted"
+
+
+def test_no_sequence_of_a_step_loses_its_row_to_another_one() -> None:
+    """All rows are those of a step in flight and of this one, which needs one more."""
+    scheduler = Scheduler(PagePool(20, 4), PagePool(0, 4), 3, 100, batches=2)
+    requests = [Request(str(at), [1, 2], greedy(5, n=2), at, 100) for at in range(2)]
+    for request in requests:
+        scheduler.add(request.sequences[0])
+    for step in [scheduler.schedule() for _ in requests]:
+        scheduler.mark_computed(step)
+    for request in requests:
+        scheduler.fork(request)
+        for sequence in request.sequences:
+            sequence.tokens.append(3)
+    for request in requests:
+        scheduled = [sequence for sequence, _ in scheduler.schedule().scheduled]
+        assert scheduled == request.sequences
+        assert len({sequence.row for sequence in scheduled} - {-1}) == 2

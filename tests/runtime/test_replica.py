@@ -287,3 +287,12 @@ def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:
                 llm.serve_weights(token=token)
         with llm.serve_weights() as one, llm.serve_weights() as other:
             assert one.token != other.token
+
+
+def test_a_token_has_eight_characters(serving: tuple[LLM, Any]) -> None:
+    """Seven are refused, and eight are what clients have to know."""
+    llm, _ = serving
+    with pytest.raises(ValueError, match="eight printable"):
+        llm.serve_weights(token="1234567")
+    with llm.serve_weights(token="12345678") as server:
+        assert server.token == "12345678"

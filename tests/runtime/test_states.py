@@ -15,11 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_module.errors import WeightLoadError
 from vllm_module.runtime.cache.page_pool import ROOT, PagePool
 from vllm_module.runtime.cache.saved_states import SavedStates
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.sequence import Request
+from vllm_module.runtime.served_adapter import AdapterMemory, ServedAdapter
 from vllm_module.runtime.step_inputs import StepInputs
 
 # Pytest's importlib mode has no imports between test files.
@@ -537,3 +539,23 @@ def soak(requests: int, seed: int = 0, *, caching: bool, errors: float = 0) -> N
 if __name__ == "__main__":
     for caching in (False, True):
         soak(10_000, caching=caching)
+
+
+def test_a_step_that_is_not_run_has_saved_nothing() -> None:
+    """The only request of the step that copies a state has an adapter that cannot be read."""
+
+    def missing(number: int, path: str) -> Any:
+        raise WeightLoadError("it is gone")
+
+    setup = Setup(prefix_caching=True)
+    setup.engine.adapters["a"] = ServedAdapter("a", 0, "nowhere")
+    setup.engine.adapter_memory = AdapterMemory(missing, lambda number: None, None)
+    setup.engine.add("0", [1, 2, 3, 4, 5, 6, 7, 8, 9], greedy(3))
+    setup.engine.step()
+    assert setup.scheduler.saved.waiting
+    setup.engine.abort("0")
+    request = setup.engine.add("1", [3], greedy(3), adapter="a")
+    setup.engine.step()
+    assert request.error is not None
+    setup.assert_saved_states()
+    assert not len(setup.scheduler.saved)

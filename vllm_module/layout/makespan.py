@@ -70,31 +70,30 @@ def simulate(
         links: as above. Hops that are gathered or relayed use the host's.
         batches: equal parts that follow each other; stages of one overlap with those of others.
         slow: factors of stragglers, by ``("source", rank)`` or ``("target", rank)``: their
-            messages take so many times as long.
+            messages take so many times as long, by the slower of both ends.
 
     """
     messages = _messages(plan)
-    busy: dict[tuple[_End, str, int], float] = defaultdict(float)  # seconds, by link and direction
+    speeds = links.host, links.network  # by whether a message goes through the network
+    busy = Counter[tuple[_End, bool, bool]]()  # bytes of a rank's link, out or in
     for each in messages:
-        speed, network = links.network if each.stage == 1 else links.host, int(each.stage == 1)
-        for rank, way in ((each.source, "out"), (each.target, "in")):
-            busy[rank, way, network] += each.nbytes / speed
-    bound = max(busy.values(), default=0.0)
-    free: dict[tuple[_End, int, bool], float] = defaultdict(float)
+        busy[each.source, each.stage == 1, True] += each.nbytes
+        busy[each.target, each.stage == 1, False] += each.nbytes
+    bound = max((n / speeds[network] for (_, network, _), n in busy.items()), default=0.0)
+    free: dict[tuple[_End, bool, bool], float] = defaultdict(float)
     last, factors = 0.0, dict(slow or {})
     arrived: dict[tuple[_End, int], float] = defaultdict(float)  # of a stage of this batch
     for _ in range(batches):
         arrived.clear()
         for each in messages:
-            speed = links.network if each.stage == 1 else links.host
+            network = each.stage == 1
             late = max(factors.get(each.source, 1.0), factors.get(each.target, 1.0))
             # Packing waits for what is gathered or was sent to the rank, and is the sender's work.
             ready = arrived[each.source, each.stage - 1]
-            network = int(each.stage == 1)
             out, into = (each.source, network, True), (each.target, network, False)
             begin = max(free[out], free[into], ready)
-            taken = links.latency + (each.boxes * links.box + each.nbytes / speed) / batches
-            end = begin + late * taken
+            work = each.boxes * links.box + each.nbytes / speeds[network]
+            end = begin + late * (links.latency + work / batches)
             free[out] = free[into] = end
             place = each.target, each.stage
             arrived[place] = max(arrived[place], end)

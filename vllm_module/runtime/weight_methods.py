@@ -65,7 +65,8 @@ class WeightMethods:
     ) -> None:
         """Update weights of the running model in place, between two steps.
 
-        Running requests keep the keys and values that are already computed. An update that is
+        Running requests keep the keys and values that are already computed; those of a model with
+        states start over if steps are in flight (async scheduling, pipeline stages). An update that is
         refused before anything was written changes nothing, and requests continue. If it fails
         later, they end with the reason as their ``error``, and new requests are refused until an
         update brings a whole checkpoint, or :meth:`reload_weights` succeeds.

@@ -88,8 +88,8 @@ class PipelineSteps:
             raise ModelNotReadyError(self.refusal)
         with self._or_end(self._step_timeout):
             self._tell("run", inputs, self.products)
-        self._expect(inputs)
-        return self._in_flight.add(inputs)
+            self._expect(inputs)
+            return self._in_flight.add(inputs)
 
     def settle(self) -> None:
         """Compute this rank's part of steps that others are told of; they wait for it."""
@@ -134,12 +134,12 @@ def heard_ahead(hear: Callable[[], Any], expect: Callable[[StepInputs], object])
         while name != "close":
             try:
                 message = hear()
+                name = message[0]
+                if name == "run":
+                    expect(message[1][0])
             except BaseException as error:
                 arrived.put(error)
                 return
-            name = message[0]
-            if name == "run":
-                expect(message[1][0])
             arrived.put(message)
             # Other messages have a part that the main thread receives.
             if name not in ("run", "close"):

@@ -1,0 +1,58 @@
+"""Places of tensors in a bucket, and which names of weights belong together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_module.weights import buckets
+from vllm_module.weights.changes import Changes
+from vllm_module.weights.packing import PackedTensor, aligned
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before", [0, 1, 8, 16, 17, 24])
+@pytest.mark.parametrize("count", [None, 0, 1, 2, 3])
+def test_anything_may_follow_anything(dtype: torch.dtype, before: int, count: int | None) -> None:
+    """A tensor, or none to all of its elements, comes back bit by bit, whatever is before it."""
+    memory, new = torch.full((256,), 7, dtype=torch.uint8), torch.arange(1, 4).to(dtype)
+    weight: torch.Tensor | Changes = new
+    if count is not None:
+        weight = Changes(torch.arange(count), new[:count], (3,))
+    place = PackedTensor("w", dtype, (3,), aligned(before), elements=count)
+    place.fill(memory, weight)
+    found = place.within(memory)
+    if isinstance(weight, Changes):
+        assert found.indices.tolist() == [*range(count or 0)]
+        assert torch.equal(found.values, weight.values)
+    else:
+        assert torch.equal(found, new)
+    assert place.nbytes <= 3 * (8 + dtype.itemsize) + 16
+    assert count != 0 or place.nbytes == 0
+    assert memory[: place.start].eq(7).all()
+    assert memory[place.start + place.nbytes :].eq(7).all()
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "fits"),
+    [
+        ("a", "a", True), ("a", None, True), (None, None, True), ("", "", True), ("", None, True),
+        ("a", "b", False), (None, "a", False), ("a", "", False), ("", "a", False),
+        (None, "", False),
+    ],
+)  # fmt: skip
+def test_a_version_is_expected_or_not(
+    sent: str | None, expected: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver that names none takes any; an empty name is a name."""
+    monkeypatch.setattr(buckets, "rank_in_world", lambda *_: "")
+    transfer = object.__new__(buckets._Transfer)
+    transfer.rank, transfer.size, transfer.group = 0, 2, None
+    statuses = [
+        buckets._Status(None, "cpu", None, None, sent),
+        buckets._Status(0, "cpu", None, None, expected),
+    ]
+    verdict = transfer._verdict(statuses)
+    assert (verdict is None) is fits, verdict
