@@ -66,8 +66,8 @@ class WeightMethods:
         """Update weights of the running model in place, between two steps.
 
         Running requests keep the keys and values that are already computed; those of a model with
-        states start over if steps are in flight (async scheduling, pipeline stages). An update that is
-        refused before anything was written changes nothing, and requests continue. If it fails
+        states start over if steps are in flight (async scheduling, pipeline stages). An update that
+        is refused before anything was written changes nothing, and requests continue. If it fails
         later, they end with the reason as their ``error``, and new requests are refused until an
         update brings a whole checkpoint, or :meth:`reload_weights` succeeds.
 
