@@ -52,7 +52,7 @@ class RankedColumnParameter(BasevLLMParameter):
     def padding(self) -> Iterator[torch.Tensor]:
         yield from super().padding()
         most = max(self.ranks)
-        for slot in self.slots if len(self.ranks) > 1 else ():
+        for slot in self.slots if min(self.ranks) < most else ():
             rank, region = self.rank(slot), super().region(slot)
             if rank < most and region.numel():
                 yield region.narrow(-1, rank, most - rank)
@@ -65,12 +65,15 @@ class RankedColumnParameter(BasevLLMParameter):
 
     def pieces(self, weight: Weight, slot: str | None) -> Iterator[Piece]:
         rank = self.rank(slot)
+        if rank == self.shape[-1]:
+            yield from super().pieces(weight, slot)
+            return
         for cut in self.division.cuts(slot):
             *stored, (dim, _, _) = cut.stored
             held = cut._replace(
                 stored=(*stored, (dim, 0, rank)),
                 shape=torch.Size((*cut.shape[:-1], rank)),
-                is_whole=cut.is_whole and rank == self.shape[-1],
+                is_whole=False,
             )
             yield Piece(held.source(weight), held.target(self.data), cut.at, cut.order)
 
