@@ -81,7 +81,7 @@ answers = {
     "litellm, vLLM": content(
         litellm.completion(model=f"hosted_vllm/{model}", api_base=url, top_k=5, **common)
     ),
-    "litellm, Anthropic": content(
+    "litellm, Messages": content(
         litellm.completion(model=f"anthropic/{model}", api_base=url.removesuffix("/v1"), **common)
     ),
     "langchain": chat.invoke("hi").content,
