@@ -73,6 +73,15 @@ def _logits(model: Any) -> torch.Tensor:
         return model.compute_logits(model(TOKEN_IDS, torch.arange(len(TOKEN_IDS))))
 
 
+def _distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the median over tokens of the relative distance.
+
+    A few tokens are far off where rounding changes which experts a router chooses: which ones
+    depends on the processor's order of sums.
+    """
+    return float(((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_an_update_quantizes_again_in_place(saved: Callable[..., Path], kind: str) -> None:
     """A model in FP8 that is updated has the bits of one that is loaded anew, where it was."""
@@ -81,7 +90,7 @@ def test_an_update_quantizes_again_in_place(saved: Callable[..., Path], kind: st
     kinds = {tensor.dtype for tensor in model.parameters()}
     assert torch.float8_e4m3fn in kinds
     exact = _logits(_loaded(saved(kind)))
-    assert (_logits(model) - exact).norm() < 0.2 * exact.norm()
+    assert _distance(_logits(model), exact) < 0.15
     with _source(saved(kind, 1.5)).open() as checkpoint:
         model.update_weights(dict(checkpoint.items()))
     fresh = _loaded(saved(kind, 1.5), quantization="fp8_per_channel")
@@ -97,8 +106,7 @@ def test_ranks_quantize_what_they_keep(saved: Callable[..., Path], kind: str) ->
         2, lambda rank: _logits(_loaded(saved(kind), quantization="fp8_per_channel"))
     )
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=0)
-    exact = _logits(_loaded(saved(kind)))
-    assert (logits[0] - exact).norm() < 0.2 * exact.norm()
+    assert _distance(logits[0], _logits(_loaded(saved(kind)))) < 0.15
 
 
 @pytest.mark.parametrize(

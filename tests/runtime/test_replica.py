@@ -231,13 +231,15 @@ def test_without_the_token_there_is_nothing(
         )
         with pytest.raises(urllib.error.HTTPError) as missing:
             urllib.request.urlopen(request)
-        assert missing.value.code == 404
+        with missing.value as answer:
+            assert answer.code == 404
     for wanted in ("bytes=5-2", "bytes=-5", "bytes=99999999999999-", "lines=1-2", "bytes=0-1,3-4"):
         headers = {"Authorization": f"Bearer {TOKEN}", "Range": wanted}
         request = urllib.request.Request(f"{address}/config.json", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as unsatisfied:
             urllib.request.urlopen(request)
-        assert unsatisfied.value.code == 416
+        with unsatisfied.value as answer:
+            assert answer.code == 416
 
 
 def test_clients_beyond_the_limit_are_cut_off(

@@ -155,7 +155,10 @@ def test_the_command(folder: Path, sync: LLM, adapter: Path) -> None:
         assert process.poll() is None
         try:
             return bool(ask("/v1/models")["data"])
-        except (urllib.error.HTTPError, OSError):
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+        except OSError:
             return False
 
     try:

@@ -35,7 +35,8 @@ def status(url: str) -> int:
             found: int = answer.status
             return found
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
     except OSError:
         return 0
 

@@ -188,6 +188,7 @@ class HttpClient:
             connection, answer = self._send(request, urlsplit(url), headers)
             if remembered and answer.status in (401, 403, 404, 410):
                 # A target's signature is valid for some time only. Ask for a new one.
+                answer.close()
                 connection.opened.close()
                 with self._lock:
                     if self._targets.get(name) == url:
@@ -195,7 +196,7 @@ class HttpClient:
                 url, remembered = original, False
                 continue
             if answer.status in _REDIRECTS:
-                with closing(connection.opened):
+                with closing(connection.opened), closing(answer):
                     url = self._target(url, answer)
                 continue
             if url != original and answer.status in (200, 206):
