@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import cast
 
 import torch
@@ -41,7 +42,7 @@ from vllm_module.parameters import (
 )
 from vllm_module.weights import Weight
 
-_FEW = 16384  # numbers that torch sums in one thread
+_FEW = (1 << 15) - 1  # numbers that torch sums in one thread
 Adaptable = LinearBase | ExpertsLinear | Router | VocabParallelEmbedding
 
 
@@ -236,13 +237,15 @@ class Adapter(AdapterModule):
 
     def check_finite(self) -> None:
         """Raise ``WeightReadError`` for a NaN or an infinity in A and B."""
+        # One pass, and padding is zero. Torch starts threads for longer sums, which take a
+        # millisecond each where the cores are busy.
+        parts = chain.from_iterable(
+            torch.split(each.data.view(-1), _FEW) for each in self.parameters()
+        )
+        if all(math.isfinite(part.sum().item()) for part in parts):
+            return
         for location in locations(self):
             tensor = cast(BasevLLMParameter, location.tensor)
-            # One pass, and padding is zero. Torch starts threads for longer sums, which take a
-            # millisecond each where the cores are busy.
-            parts = torch.split(tensor.data.view(-1), _FEW)
-            if all(math.isfinite(part.sum().item()) for part in parts):
-                continue
             for slot in tensor.slots:
                 refuse_infinite(location.stored_name(slot), tensor.region(slot))
 
