@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from vllm_module.adapters import Adapter, AdapterConfig
 from vllm_module.models.deepseek_v3 import DeepseekV3ForCausalLM
@@ -22,6 +25,18 @@ MODELS = {
 }
 
 
+@pytest.fixture
+def fewer_cases() -> Iterator[None]:
+    """Try fewer cases than of a model, whose tree an adapter has; "make laws" tries more."""
+    before = settings.get_current_profile_name()
+    examples = 25 if "AT_LENGTH" in os.environ else 5
+    settings.register_profile("few", settings.get_profile(before), max_examples=examples)
+    settings.load_profile("few")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.mark.usefixtures("fewer_cases")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_law(law: Law, name: str) -> None:
