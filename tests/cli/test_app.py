@@ -19,7 +19,8 @@ import pytest
 import typer
 
 from vllm_module.cli import main, rank_load, rank_plan
-from vllm_module.cli.options import DType, PrecisionOptions, RankOptions, UsageError, expanded
+from vllm_module.cli.choices import DType
+from vllm_module.cli.options import PrecisionOptions, RankOptions, UsageError, expanded
 from vllm_module.cli.output import by_number, size
 
 Run = Callable[..., Any]

@@ -240,7 +240,7 @@ def two_threads_at_once(directory: Path, rank: int) -> Any:
 def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
     """Rank 1 receives that rank 0 finished, and ranks 2 and 3 do not."""
     if rank == 0:
-        tell = exchange._Peer.tell
+        tell = exchange.Peer.tell
 
         def tell_one(self: Any, message: Any) -> None:
             if self.rank == 2:
@@ -248,7 +248,7 @@ def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
             tell(self, message)
             wait_until(lambda: not self.telling, "the message has gone out")
 
-        exchange._Peer.tell = tell_one  # type: ignore[method-assign]
+        exchange.Peer.tell = tell_one  # type: ignore[method-assign]
     return together(lambda: rank, timeout=PATIENCE)
 
 

@@ -73,7 +73,8 @@ from vllm_module.testing import (
     parameter_layouts,
     vocabularies,
 )
-from vllm_module.testing.strategies import DimLayout, architectures, parameter_classes
+from vllm_module.testing.configurations import architectures
+from vllm_module.testing.strategies import DimLayout, parameter_classes
 
 NAMES = ["gate_proj", "up_proj", "third"]
 packed = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("packed.py"))))

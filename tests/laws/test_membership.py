@@ -12,7 +12,8 @@ import vllm_module
 from vllm_module import BasevLLMParameter, layers, vLLMModule
 from vllm_module.build.registry import model_class, supported_architectures
 from vllm_module.parameters import ModelWeightParameter
-from vllm_module.testing.strategies import architectures, parameter_classes
+from vllm_module.testing.configurations import architectures
+from vllm_module.testing.strategies import parameter_classes
 
 TESTS = Path(__file__).parents[1]
 LAYERS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))["LAYERS"]

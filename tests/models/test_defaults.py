@@ -12,7 +12,7 @@ from vllm_module.build.registry import config_class, model_class
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import layer_sliding_window
 from vllm_module.rope_parameters import rope_parameters
-from vllm_module.testing.strategies import architectures
+from vllm_module.testing.configurations import architectures
 
 KINDS = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 

@@ -9,11 +9,19 @@ from enum import Enum
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_module.base import load_formats
+from vllm_module.cli.choices import (
+    FORMATS,
+    SCHEMES,
+    CacheDType,
+    DType,
+    LoadFormat,
+    ModelImpl,
+    Quantization,
+)
 from vllm_module.cli.output import plural
 
 if TYPE_CHECKING:
@@ -23,64 +31,6 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1800.0  # as in LoadConfig, which help does not import
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's copy of it
-
-
-class DType(str, Enum):
-    """The dtypes that a model runs in."""
-
-    auto = "auto"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class Quantization(str, Enum):
-    """The schemes that weights are quantized with while they load, and formats to insist on."""
-
-    fp8 = "fp8"
-    fp8_per_tensor = "fp8_per_tensor"
-    fp8_per_channel = "fp8_per_channel"
-    fp8_per_block = "fp8_per_block"
-    int8_per_channel_weight_only = "int8_per_channel_weight_only"
-    int4_per_group = "int4_per_group"
-    compressed_tensors = "compressed-tensors"
-    gptq = "gptq"
-    awq = "awq"
-    bitsandbytes = "bitsandbytes"
-
-
-if TYPE_CHECKING:
-
-    class LoadFormat(str, Enum):
-        """The formats of weights; type checkers need to know only those that the code names."""
-
-        auto = "auto"
-        dummy = "dummy"
-
-else:
-    _names = get_args(load_formats.LoadFormat)
-    LoadFormat = Enum("LoadFormat", {name: name for name in _names}, type=str)
-
-
-class ModelImpl(str, Enum):
-    """Whose model is built."""
-
-    auto = "auto"
-    native = "native"
-    transformers = "transformers"
-
-
-class CacheDType(str, Enum):
-    """The dtypes of the keys and values in the KV cache."""
-
-    auto = "auto"
-    fp8 = "fp8"
-    fp8_e4m3 = "fp8_e4m3"
-    fp8_e5m2 = "fp8_e5m2"
-
-
-_FORMATS = Quantization.compressed_tensors, Quantization.gptq, Quantization.awq
-_SCHEMES = [each for each in Quantization if each not in _FORMATS]
 
 
 def _listed(choices: Iterable[Enum]) -> str:
@@ -232,9 +182,9 @@ class PrecisionOptions(DTypeOptions):
         Quantization | None,
         typer.Option(
             metavar="SCHEME",
-            help=f"Quantize linear layers while loading: {_listed(_SCHEMES)}; fp8 is "
+            help=f"Quantize linear layers while loading: {_listed(SCHEMES)}; fp8 is "
             "fp8_per_tensor. A quantized checkpoint needs no option: its config.json names the "
-            f"format. For one, fp8, bitsandbytes, {_listed(_FORMATS)} refuse any other format.",
+            f"format. For one, fp8, bitsandbytes, {_listed(FORMATS)} refuse any other format.",
         ),
     ] = None
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from vllm_module.cli.options import LoadFormat, WeightOptions
+from vllm_module.cli.choices import LoadFormat
+from vllm_module.cli.options import WeightOptions
 
 if TYPE_CHECKING:
     from vllm_module.weights.source import Source

@@ -11,9 +11,8 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -22,11 +21,11 @@ import torch.distributed as dist
 from vllm_module.base import waiting
 from vllm_module.base.messages import describe_error
 from vllm_module.base.process_groups import rank_and_size, rank_in_world, sends_between_cpus
+from vllm_module.distributed.peer import Peer, framed
 from vllm_module.errors import RankError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 def together(
@@ -138,18 +137,18 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
     token, of_work = _depth.set(_depth.get() + 1), _current.set(exchange)
     try:
         result = work()
-        outcome = _framed(b"+" + _pickled(result))
+        outcome = framed(b"+" + _pickled(result))
     except BaseException as error:
         # A collective raises one of these if a peer has left; subclasses have other causes.
         # So does a call of ``together`` inside of this one.
         perhaps_left = type(error) is RuntimeError or isinstance(error, dist.DistError | RankError)
         if perhaps_left and (failures := exchange.abandoned()):
-            exchange.tell(_framed(b"+" + _pickled(None)))  # this rank did not fail itself
-            exchange.tell(_framed(json.dumps(failures).encode()))
+            exchange.tell(framed(b"+" + _pickled(None)))  # this rank did not fail itself
+            exchange.tell(framed(json.dumps(failures).encode()))
             exchange.leave(_FAREWELL)
             raise exchange.error(failures) from error
-        exchange.tell(_framed(b"-" + describe_error(error).encode()))
-        exchange.tell(_framed(b"{}"))
+        exchange.tell(framed(b"-" + describe_error(error).encode()))
+        exchange.tell(framed(b"{}"))
         exchange.leave(min(timeout, _PATIENCE if isinstance(error, Exception) else _HURRY))
         raise
     finally:
@@ -171,9 +170,7 @@ _ADVICE = "it hangs, or needs a longer LoadConfig(timeout=...), or --timeout"
 _depth: ContextVar[int] = ContextVar("together_depth", default=0)
 _current: ContextVar[_Exchange | None] = ContextVar("together_exchange", default=None)
 
-_FRAME = 4096  # bytes of a message that gloo receives while this rank works
 _TAG = 1 << 20  # first tag of the first level; each level has eight
-_FOREVER = timedelta(days=365)  # timeout of a thread's wait: only the caller's timeout counts
 _EVIDENCE = 1.0  # seconds to wait for evidence that a collective failed because a peer left
 _FAREWELL = 2.0  # seconds in which the messages of a rank that gives up reach the others
 _HURRY = 0.3  # seconds after an interrupt, when the user waits for this process to stop
@@ -189,121 +186,6 @@ def _pickled(result: object) -> bytes:
         ) from error
 
 
-def _framed(message: bytes) -> torch.Tensor:
-    """Return a message with its length in front; the same memory is sent to all peers."""
-    frame = bytearray(max(_FRAME, 8 + len(message)))
-    frame[:8] = len(message).to_bytes(8, "little")
-    frame[8 : 8 + len(message)] = message
-    return torch.frombuffer(frame, dtype=torch.uint8)
-
-
-class _Peer:
-    """Another rank of the group, the messages received from it, and the state of its connection.
-
-    It sends two messages: the outcome of its work, and the ranks that failed. A wait of gloo's
-    cannot be interrupted, and one that times out closes this rank's connections to *all* others. So
-    threads wait without a limit, and the caller has the timeout. ``gone`` is set when the
-    connection is closed and every message that arrived has been read.
-    """
-
-    def __init__(
-        self, rank: int, group: dist.ProcessGroup | None, tag: int, changed: threading.Condition
-    ) -> None:
-        self.rank = rank
-        self.received: list[bytes] = []
-        self.gone = False
-        self._group, self._tag, self._changed = group, tag, changed
-        self.listening = False
-        self.telling = 0
-        self._told = 0
-        # Both receives are posted now: gloo loses messages of a peer that leaves before they are
-        # awaited.
-        try:
-            frames = [self._ask(_FRAME, number) for number in (0, 1)]
-        except (RuntimeError, ValueError):
-            self.gone = True
-        else:
-            self.listening = True
-            self._start(self._listen, frames)
-
-    def _try(self, function: Callable[[list[U]], None], works: list[U]) -> bool:
-        """Return whether the connection stays open; clear ``works``, which hold locks of gloo."""
-        try:
-            function(works)
-        except Exception:  # the connection is closed, the group was destroyed, or memory is short
-            return False
-        finally:
-            works.clear()
-        return True
-
-    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
-        name = f"together with rank {self.rank}"
-        threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
-
-    def _ask(self, nbytes: int, tag: int) -> tuple[bytearray, dist.Work]:
-        buffer = bytearray(nbytes)
-        memory = torch.frombuffer(buffer, dtype=torch.uint8)
-        work = dist.irecv(memory, group=self._group, group_src=self.rank, tag=self._tag + tag)
-        assert work is not None
-        return buffer, work
-
-    def _listen(self, frames: list[tuple[bytearray, dist.Work]]) -> None:
-        is_open = self._try(self._take, frames)
-        with self._changed:
-            self.listening = False
-            self.gone = not is_open
-            self._changed.notify_all()
-
-    def _take(self, frames: list[tuple[bytearray, dist.Work]]) -> None:
-        for number, (frame, arrival) in enumerate(frames):
-            arrival.wait(_FOREVER)
-            nbytes = int.from_bytes(frame[:8], "little")
-            message = bytes(frame[8 : 8 + nbytes])
-            if len(message) < nbytes:
-                rest, arrival = self._ask(nbytes - len(message), 2 + number)
-                arrival.wait(_FOREVER)
-                message += rest
-            with self._changed:
-                self.received.append(message)
-                self._changed.notify_all()
-
-    def tell(self, frame: torch.Tensor) -> None:
-        """Send a message without waiting for it to go out; after two, do nothing."""
-        number, self._told = self._told, self._told + 1
-        if number > 1:
-            return
-        sent = []
-        with suppress(RuntimeError, ValueError):  # if it is closed, the receiving thread finds out
-            for tag, part in ((number, frame[:_FRAME]), (2 + number, frame[_FRAME:])):
-                if len(part):
-                    to = {"group_dst": self.rank, "tag": self._tag + tag}
-                    sent.append((part, dist.isend(part, group=self._group, **to)))
-            with self._changed:
-                self.telling += 1
-            self._start(self._see_off, sent)
-
-    def _see_off(self, sent: list[tuple[torch.Tensor, dist.Work | None]]) -> None:
-        self._try(self._wait, sent)
-        with self._changed:
-            self.telling -= 1
-            self._changed.notify_all()
-
-    def _wait(self, sent: list[tuple[torch.Tensor, dist.Work | None]]) -> None:
-        for _memory, departure in sent:
-            assert departure is not None
-            departure.wait(_FOREVER)
-
-    def leaves(self) -> bool:
-        """Return whether the peer reads no more: it is gone, or failed, or knows of a failure."""
-        failed = self.received[:1] and self.received[0][:1] == b"-"
-        return self.gone or (len(self.received) > 1 and (bool(failed) or self.received[1] != b"{}"))
-
-    def cut_off(self) -> None:
-        """Close this rank's connections to all others, by a wait that times out."""
-        with suppress(RuntimeError, ValueError):
-            self._ask(1, 7)[1].wait(timedelta(milliseconds=1))
-
-
 class _Exchange:
     """One call of :func:`together` on this rank."""
 
@@ -315,7 +197,7 @@ class _Exchange:
         self._inside = outer is not None and outer._group is group
         tag = _TAG + 8 * depth
         others = (peer for peer in range(size) if peer != rank)
-        self._peers = [_Peer(peer, group, tag, self._changed) for peer in others]
+        self._peers = [Peer(peer, group, tag, self._changed) for peer in others]
 
     def tell(self, frame: torch.Tensor) -> None:
         for peer in self._peers:
@@ -329,7 +211,7 @@ class _Exchange:
             failures = self._hear(1, timeout, late)
             if not failures:
                 results = {peer.rank: pickle.loads(peer.received[0][1:]) for peer in self._peers}
-            self.tell(_framed(json.dumps(failures).encode()))
+            self.tell(framed(json.dumps(failures).encode()))
             if not failures:  # a rank that ended may have sent its outcome to some ranks only
                 late = f"sent nothing for {timeout:g} s after rank {self.rank} had finished"
                 failures = self._hear(2, timeout, late)
@@ -337,7 +219,7 @@ class _Exchange:
                 failures |= self._await_reports()
         except BaseException as error:  # an interrupt, for example: this rank leaves
             stopped = {self.rank: f"stopped: {describe_error(error)}"}
-            self.tell(_framed(json.dumps(stopped).encode()))
+            self.tell(framed(json.dumps(stopped).encode()))
             self.leave(_FAREWELL if isinstance(error, Exception) else _HURRY)
             raise
         if failures:
@@ -433,7 +315,7 @@ class _Exchange:
                         peer.cut_off()
                 self._end_threads(here, 1)
 
-    def _end_threads(self, peers: list[_Peer], seconds: float) -> None:
+    def _end_threads(self, peers: list[Peer], seconds: float) -> None:
         """Wait for threads: one that returns from gloo at interpreter exit aborts the process.
 
         ``peers`` must not contain gone ones: some of gloo's sends to them never return.

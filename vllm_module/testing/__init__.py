@@ -30,6 +30,7 @@ from vllm_module.testing.checkpoints import (
     random_weights,
     write_checkpoint,
 )
+from vllm_module.testing.configurations import model_configs
 from vllm_module.testing.cost import (
     assert_cost_linear,
     assert_memory_bounded,
@@ -47,7 +48,6 @@ from vllm_module.testing.strategies import (
     dtypes,
     features,
     head_layouts,
-    model_configs,
     parameter_layouts,
     tp_sizes,
     vocabularies,

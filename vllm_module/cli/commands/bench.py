@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_module.base.messages import printable
+from vllm_module.cli.choices import CacheDType
 from vllm_module.cli.options import (
-    CacheDType,
     CacheDTypeOption,
     DeviceOptions,
     EngineRankOptions,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_module.cli.choices import Quantization
 from vllm_module.cli.options import (
     AdapterOption,
     JsonOption,
     ModelOptions,
     OutOption,
     PrecisionOptions,
-    Quantization,
     Source,
     UsageError,
     check_out,

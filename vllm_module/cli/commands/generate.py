@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_module.cli.choices import CacheDType
 from vllm_module.cli.options import (
     AdapterOption,
-    CacheDType,
     CacheDTypeOption,
     DeviceOptions,
     EngineRankOptions,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_module.base.garbage import paused_gc
+from vllm_module.cli.choices import CacheDType
 from vllm_module.cli.options import (
     AdapterOption,
     AllOption,
-    CacheDType,
     CacheDTypeOption,
     JsonOption,
     ModelOptions,
