@@ -23,6 +23,7 @@ from peft import get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, LoRARequest, SamplingParams
+from vllm_module.errors import WeightReadError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
@@ -265,6 +266,37 @@ def test_changed_files(folder: Path, expected: Expected, tmp_path: Path) -> None
         model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
         theirs = peft.PeftModel.from_pretrained(model, tmp_path / "a0").eval()
         assert answer(llm, 1, "a0") == greedy(theirs, PROMPTS[1])
+
+
+def test_another_number_of_ranks(folder: Path, expected: Expected, tmp_path: Path) -> None:
+    """They are read again, now or when they are used; not if one was updated or is another now."""
+    shutil.copytree(folder / "a1", tmp_path / "a1")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    new = adapt(base, tmp_path / "new", 99, target_modules=TARGETS[0], r=1, lora_alpha=16)
+    with load(folder, max_loras=1, max_cpu_loras=2) as llm:
+        for name, path in (("a0", folder), ("a2", folder), ("a1", tmp_path)):
+            llm.load_adapter(name, path / name)
+        assert [each.in_memory for each in llm.list_adapters()] == [False, True, True]
+        stream = llm.serve(
+            [{"prompt_token_ids": PROMPTS[0], "adapter": "a2"}], PARAMS, every_token=True
+        )
+        next(stream)
+        llm.reshard(2)
+        assert [each.in_memory for each in llm.list_adapters()] == [False, True, True]
+        *_, (_, output) = stream
+        assert list(output.outputs[0].token_ids) == expected("a2", 0)
+        for name in ("a0", "a1"):
+            assert answer(llm, 1, name) == expected(name, 1)
+        shutil.copytree(folder / "a1", tmp_path / "a1", dirs_exist_ok=True)
+        before = llm.executor
+        with pytest.raises(WeightReadError, match="have changed since it was loaded"):
+            llm.reshard(1)
+        llm.unload_adapter("a1")
+        llm.update_adapter("a0", get_peft_model_state_dict(new))
+        with pytest.raises(ValueError, match="'a0' was updated"):
+            llm.reshard(1)
+        assert llm.executor is before
+        assert answer(llm, 1, "a0") == greedy(new, PROMPTS[1])
 
 
 def test_asked_by_path(folder: Path, expected: Expected) -> None:

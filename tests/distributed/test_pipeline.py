@@ -306,7 +306,7 @@ def test_a_stage_that_cannot_load_is_named(folders: dict[str, Path], tmp_path: P
 def test_a_stage_that_dies_or_is_stopped_is_named(fault: str, folders: dict[str, Path]) -> None:
     llm = engine(folders["qwen3"], pipeline_parallel_size=2, step_timeout=2.0)
     with llm:
-        pid = llm.executor._ranks._processes._processes[1].pid
+        pid = llm.executor._ranks.processes._processes[1].pid
         os.kill(pid, getattr(signal, fault))
         begin = time.monotonic()
         how = "killed by signal 9" if fault == "SIGKILL" else "the process is stopped"

@@ -336,7 +336,7 @@ def test_an_engine_aborts_before_it_shuts_down(device: str, started: bool, faile
     ranks.device, ranks.group, ranks._owns_groups = torch.device(device), group, True
     if started:
         processes: Any = SimpleNamespace(end=lambda: done.append("end"))
-        ranks._processes = processes
+        ranks.processes = processes
     if failed:
         ranks.part(ValueError("a step failed"))
     ranks.close()

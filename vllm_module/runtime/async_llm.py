@@ -249,6 +249,10 @@ class AsyncLLM:
             lambda llm: llm.update_weights(weights, digests=digests, weight_version=weight_version)
         )
 
+    async def reshard(self, tensor_parallel_size: int) -> None:
+        """Go on with another number of ranks, as :meth:`~vllm_module.LLM.reshard`."""
+        await asyncio.to_thread(self.llm.reshard, tensor_parallel_size)
+
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Free memory, as :meth:`~vllm_module.LLM.sleep`, once requests have ended as by ``mode``.
 

@@ -27,7 +27,6 @@ from vllm_module.distributed import surrounding_stage
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
 from vllm_module.runtime.adapter_methods import AdapterMethods
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
-from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.generation_config import (
     default_sampling_params,
@@ -38,9 +37,9 @@ from vllm_module.runtime.metrics import Metric, engine_metrics
 from vllm_module.runtime.outputs import ServedModelConfig
 from vllm_module.runtime.pooling.encoder_methods import EncoderMethods
 from vllm_module.runtime.ranks.executor import Executor
+from vllm_module.runtime.resharding import Resharding
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.scheduler import Scheduler
-from vllm_module.runtime.served_adapter import AdapterMemory
+from vllm_module.runtime.started import adapter_memory, length_of, start
 from vllm_module.runtime.text.chat import ChatTemplate, template_text
 from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.runtime.text.template_process import TemplateProcess
@@ -51,12 +50,11 @@ from vllm_module.weights import resolve
 
 _log = logging.getLogger(__name__)
 
-MAX_MODEL_LEN = 8192  # tokens of a sequence, if neither the model nor the caller sets a limit
 _DTYPES: dict[Any, str] = {"half": "float16", "float": "float32"}  # vLLM's other names
 _CLOSE_TIMEOUT = 30.0  # seconds that close() waits for a step to end
 
 
-class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized):
+class LLM(AdapterMethods, TextMethods, EncoderMethods, Resharding, WeightMethods, Summarized):
     """A loaded model that turns prompts into text, or an encoder that turns them into vectors.
 
     ``LLM("folder").generate("Once upon a time")[0].outputs[0].text``
@@ -214,7 +212,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             self._ids, self._adapter_numbers = itertools.count(), itertools.count()
             end_tokens = stop_tokens(self.source.folder, folder, override)
             self.engine = self._make_engine(config, end_tokens)
-            length = self.source.config.max_model_len or MAX_MODEL_LEN
+            length = length_of(self.source)
             is_encoder = self.executor.worker.is_encoder
             self._pooler = self._make_pooler(config, length) if is_encoder else None
             self.model_config = ServedModelConfig(
@@ -255,35 +253,19 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
 
         An encoder has no cache. Its engine takes no requests; embeddings use the engine's lock.
         """
-        hf_config = self.source.config
-        length = hf_config.max_model_len or MAX_MODEL_LEN
-        worker, size = self.executor.worker, config.block_size
+        hf_config, worker = self.source.config, self.executor.worker
         on_gpu = worker.device.type == "cuda"
         stages = self.executor.stages
         # A pipeline overlaps steps of different requests.
         overlaps = on_gpu and stages == 1
         if config.async_scheduling is not None:
             overlaps = config.async_scheduling
-        unused = worker.is_encoder or not self.executor.leads
-        pages, host_pages = (0, 0) if unused else self.executor.start(length)
-        scheduler = Scheduler(
-            PagePool(pages, size),
-            PagePool(host_pages, size),
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            worker.caches_prefixes,
-            worker.window,
-            has_states=worker.has_states,
-            host_states=worker.host_states,
-            max_loras=config.max_loras,
-            batches=stages,
-        )
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return Engine(
             self.executor.run if stages == 1 else self.executor.launch,
-            scheduler,
+            start(self.executor),
             hf_config.vocab_size,
-            length,
+            length_of(worker.source),
             self.tokenizer,
             end_tokens | ({eos} if eos is not None else set()),
             eos,
@@ -293,9 +275,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, WeightMethods, Summarized
             async_scheduling=overlaps,
             processed_logprobs=config.logprobs_mode == "processed_logprobs",
             stream=torch.cuda.current_stream(worker.device) if on_gpu else None,
-            adapter_memory=AdapterMemory(
-                self.executor.load_adapter, self.executor.drop_adapter, config.max_cpu_loras
-            ),
+            adapter_memory=adapter_memory(self.executor),
         )
 
     def _facts(self) -> list[tuple[str, str]]:

@@ -166,6 +166,22 @@ class Requests:
             what = "stop strings" if params.stop else "bad words"
             raise ValueError(f"{what} need a tokenizer, and the checkpoint has none")
 
+    def continue_with(self, scheduler: Scheduler, max_model_len: int) -> None:
+        """Compute all requests with another scheduler, and all of their tokens again.
+
+        Raises ``ValueError`` if one may become longer than its cache; then nothing has changed.
+        """
+        tokens = scheduler.pool.num_pages * scheduler.pool.page_size
+        longest = max((each.max_len for each in self.requests.values()), default=0)
+        if longest > tokens:
+            raise ValueError(
+                f"a running request may have {longest} tokens, and the cache would have room for "
+                f"{tokens}: wait for its end, or abort it"
+            )
+        scheduler.take_over(self.scheduler)
+        self.scheduler = scheduler
+        self.cache_tokens, self.max_model_len = tokens, min(max_model_len, tokens)
+
     def adapter(self, name: str) -> ServedAdapter:
         """Return the adapter of this name. Raises ``ValueError`` if there is none."""
         if name not in self.adapters:

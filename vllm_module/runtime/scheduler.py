@@ -240,6 +240,15 @@ class Scheduler(Allocator):
             self._free_pages(sequence)
             self.add(sequence)
 
+    def take_over(self, before: Scheduler) -> None:
+        """Take the sequences of another scheduler, to compute all of their tokens again here."""
+        self.preemptions = before.preemptions + len(before.running)
+        for sequence in before.running:
+            sequence.request.metrics.num_preemptions += 1
+        for sequence in (*before.running, *before.waiting):
+            before.finish(sequence)
+            self.add(sequence)
+
     def reset(self) -> None:
         """Remove all sequences and free all pages, even after a failure in the middle of a step."""
         self.waiting, self.running = [], []

@@ -109,7 +109,8 @@ class AdapterMemory:
         """
         self._make_room(running)
         loaded = self._load(adapter.number, adapter.path)
-        if adapter.loaded and [each.files for each in loaded] != [e.files for e in adapter.loaded]:
+        # The number of ranks may be another one than then.
+        if adapter.loaded and {each.files for each in loaded} != {e.files for e in adapter.loaded}:
             self._drop(adapter.number)
             raise WeightReadError(
                 f"the files of the adapter {shorten(adapter.name)} in {printable(adapter.path)} "

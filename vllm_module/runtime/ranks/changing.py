@@ -39,6 +39,7 @@ class WeightChanges:
     _timeout: float
     _closed: str | None
     check: Callable[[], None]
+    collective_rpc: Callable[..., list[Any]]
     _do: Callable[..., Any]
     _everywhere: Callable[..., list[Any]]
     _each: Callable[..., None]
@@ -51,6 +52,11 @@ class WeightChanges:
         self._awaits_weights = False  # True if an update is to wake up the weights only
         # True if weights were updated since they were loaded from the model's source.
         self._updated = False
+
+    @property
+    def started_ranks(self) -> bool:
+        """True if this process started the other ranks."""
+        return self._ranks.processes is not None
 
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
         """Update the weights of every rank's model, in place.
@@ -181,6 +187,12 @@ class WeightChanges:
             self._everywhere("reload_weights")
         self._wake(SLEEPING)
         self._updated = False
+
+    def continue_for(self, before: WeightChanges) -> None:
+        """Record of the weights what ``before`` knows, an executor that these ranks loaded from."""
+        worker = before.worker
+        self.collective_rpc("loaded_from", args=(worker.source, worker.fingerprint))
+        self._updated = before._updated
 
     @contextmanager
     def _or_refuse(self) -> Iterator[None]:

@@ -58,14 +58,14 @@ class Ranks:
     *arguments())``, which calls :func:`connect`. No engine uses torch's default group.
 
     Attributes:
-        rank, size: this rank, and the number of ranks, those of all pipeline stages.
+        rank, size, stages: this rank, the number of ranks of all stages, and that of stages.
         group: the tensor-parallel group of torch.distributed; ``None`` for one rank.
         control: a group of all ranks that carries messages between CPUs and has no timeout.
         pipe: the ranks with this rank's number in each pipeline stage; ``None`` without stages.
-        stages: number of pipeline stages.
         device: this rank's device; for CUDA, with its index.
         aborted: True if collectives on devices were aborted, so that their results are wrong.
         is_led: True if rank 0 sends messages; False if every rank is called alike.
+        processes: those that this process started; ``None`` if it started none.
 
     Raises:
         ValueError: there are fewer devices than ranks, far more ranks than CPUs, or the number of
@@ -90,7 +90,7 @@ class Ranks:
         self.pipe: dist.ProcessGroup | None = None
         self.stages = config.pipeline_parallel_size
         self._pid = os.getpid()
-        self._processes: Processes | None = None
+        self.processes: Processes | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
         self._owns_groups = self._parted = self._shares_cores = False
         try:
@@ -187,7 +187,7 @@ class Ranks:
     @property
     def ended(self) -> bool:
         """True if processes that were started here have ended."""
-        return self._processes is not None and self._processes.ended.is_set()
+        return self.processes is not None and self.processes.ended.is_set()
 
     def part(self, error: BaseException) -> BaseException:
         """Send ``error`` to rank 0 and return the error to raise in its place.
@@ -203,11 +203,11 @@ class Ranks:
             return error
         codes: list[str] = []
         named = isinstance(error, RankError) and bool(error.ranks)
-        if self._processes is not None and self._processes.ended.wait(_GRACE if named else _END):
-            killed = [rank for rank, code in self._processes.codes.items() if code < 0]
+        if self.processes is not None and self.processes.ended.wait(_GRACE if named else _END):
+            killed = [rank for rank, code in self.processes.codes.items() if code < 0]
             if killed:
-                return RankError("; ".join(map(self._processes.describe, killed)), killed)
-            codes = [f"{self._processes.describe(rank)}" for rank in self._processes.codes]
+                return RankError("; ".join(map(self.processes.describe, killed)), killed)
+            codes = [f"{self.processes.describe(rank)}" for rank in self.processes.codes]
         messages = {} if self.rank else self._last_words()
         for sign in "!?":
             if words := {rank: text[1:] for rank, text in messages.items() if text[0] == sign}:
@@ -223,22 +223,22 @@ class Ranks:
 
     def _hung(self, error: BaseException) -> RankError:
         """Return an error that names the ranks that did not answer in time."""
-        if self._processes is None:
+        if self.processes is None:
             others = [rank for rank in range(self.size) if rank != self.rank]
             names = ", ".join(map(str, others))
             one = "rank" if len(others) == 1 else "one of the ranks"
             return RankError(f"{one} {names} hangs, or has been stopped: {error}", others)
-        hanging = self._processes.hanging()
-        lines = (f"{self._processes.name(rank)} hangs: {how}" for rank, how in hanging.items())
+        hanging = self.processes.hanging()
+        lines = (f"{self.processes.name(rank)} hangs: {how}" for rank, how in hanging.items())
         return RankError("\n".join((*lines, str(error))), hanging)
 
     def say_who_hangs(self) -> None:
         """Log the ranks that this one waits for without an answer, and their state."""
-        if self._processes is None:
+        if self.processes is None:
             _log.warning("waiting for another rank, without an answer for %g s", waiting.SILENCE)
             return
-        for rank, how in self._processes.hanging().items():
-            _log.warning("waiting for %s: %s", self._processes.name(rank), how)
+        for rank, how in self.processes.hanging().items():
+            _log.warning("waiting for %s: %s", self.processes.name(rank), how)
 
     def close(self) -> None:
         """End the processes that were started here, or tell joined ranks to stop following."""
@@ -248,10 +248,10 @@ class Ranks:
             self._close()
 
     def _close(self) -> None:
-        if self._parted or self._processes is not None:
+        if self._parted or self.processes is not None:
             self._abort()  # else shutting the group down would wait for the others
-        if self._processes is not None:
-            self._processes.end()
+        if self.processes is not None:
+            self.processes.end()
         elif self.control is not None and self.is_led and not self.rank and not self._parted:
             try:
                 with at_most(_EVIDENCE):
@@ -267,7 +267,7 @@ class Ranks:
             for group in (self.control, self.group, self.pipe):
                 if group is not None:
                     group.shutdown()
-        self._processes, self.control = None, None
+        self.processes, self.control = None, None
         self._owns_groups = self._shares_cores = False
 
     def _cut_off(self) -> None:
@@ -318,7 +318,7 @@ class Ranks:
         threads = _share_cores(+1, size)
         self._owns_groups = self._shares_cores = True
         given = size, store.port, threads, *values
-        self._processes = Processes(size - 1, work, given, self._abort)
+        self.processes = Processes(size - 1, work, given, self._abort)
         self._join(*connect(store, 0, size, self.device, self.stages))
 
     def _join(
@@ -351,7 +351,7 @@ class Ranks:
 
     def _last_words(self) -> dict[int, str]:
         """Return failing ranks' messages; a gloo wait for the others would close connections."""
-        end = time.monotonic() + _EVIDENCE / (1 if self._processes is None else 10)
+        end = time.monotonic() + _EVIDENCE / (1 if self.processes is None else 10)
         while time.monotonic() < end and not any(buffer[0] for buffer, _ in self._words.values()):
             time.sleep(0.01)
         messages = {}

@@ -73,7 +73,9 @@ class Worker(WorkerWeights):
         pipe: connects this rank to other stages of a pipeline.
 
     Attributes:
+        config, load_config: as above.
         source: the source of the model.
+        fingerprint: of its files, when they were loaded.
         model: this rank's part of it.
         device: where it lies.
         rank: the number of this rank.
@@ -94,9 +96,9 @@ class Worker(WorkerWeights):
         pipe: StagePipe | None = None,
     ) -> None:
         super().__init__()
-        self.config, self._pipe = config, pipe
+        self.config, self.load_config, self._pipe = config, load_config, pipe
         self.device = device_config.torch_device
-        self.source, self.model, self._fingerprint = find_and_load(
+        self.source, self.model, self.fingerprint = find_and_load(
             model, load_config, device_config
         )
         if isinstance(self.model, TransformersForCausalLM):
@@ -138,7 +140,7 @@ class Worker(WorkerWeights):
     def described(self) -> dict[str, str]:
         """What all stages have to load alike."""
         source = self.source
-        return describe(source.config, source.dtype, source.rules, self._fingerprint)
+        return describe(source.config, source.dtype, source.rules, self.fingerprint)
 
     @property
     def has_states(self) -> bool:

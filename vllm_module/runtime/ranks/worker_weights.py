@@ -46,7 +46,7 @@ class WorkerWeights:
     _all_ranks: int
     _shape: tuple[int, int, int] | None
     _adapter_rows: AdapterRows
-    _fingerprint: str
+    fingerprint: str
 
     def __init__(self) -> None:
         self._took_update = True  # True if all of the last update was written
@@ -129,6 +129,10 @@ class WorkerWeights:
         """Return what a function returns for this rank's part of an adapter."""
         return function(self._adapters[number])
 
+    def loaded_from(self, source: ModelSource, fingerprint: str) -> None:
+        """Record where the weights come from, as their model says that came with them."""
+        self.source, self.fingerprint = source, fingerprint
+
     def weights_state(self) -> tuple[str | None, bool]:
         """Return why the model refuses to run, or None, and whether the last update was whole."""
         try:
@@ -167,7 +171,7 @@ class WorkerWeights:
             load_held(self.model, self._slept)
         elif "weights" in tags and self._dropped:
             with self.source.open() as checkpoint:
-                if checkpoint.fingerprint != self._fingerprint:
+                if checkpoint.fingerprint != self.fingerprint:
                     raise ModelNotReadyError(
                         f"the weights that slept were dropped, and those in {self.source.name} "
                         "have changed since: update_weights with a whole checkpoint, or "
@@ -179,7 +183,7 @@ class WorkerWeights:
     def reload_weights(self) -> None:
         """Load the source's weights, whatever the model has, and allocate the caches."""
         with self.source.open() as checkpoint:
-            self._fingerprint = checkpoint.fingerprint
+            self.fingerprint = checkpoint.fingerprint
             load_from(self.model, checkpoint)
         self._awake()
 

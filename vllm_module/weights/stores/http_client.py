@@ -309,10 +309,10 @@ class HttpClient:
             )
 
 
-def web_client(place: Place) -> HttpClient:
+def web_client(place: Place, replica_token: str | None = None) -> HttpClient:
     """Return the client of an ``http://`` or ``https://`` folder, with the entry of ~/.netrc.
 
-    An engine's weights are read from by HTTP, with the token of the environment.
+    An engine's weights are read by HTTP, with ``replica_token`` or that of the environment.
     """
     is_replica = place.scheme == REPLICA
     base = urlsplit(str(place))
@@ -323,7 +323,8 @@ def web_client(place: Place) -> HttpClient:
         if url.netloc != base.netloc:
             return None
         if is_replica:
-            return f"Bearer {os.environ.get(TOKEN, '')}"
+            token = os.environ.get(TOKEN, "") if replica_token is None else replica_token
+            return f"Bearer {token}"
         try:
             found = netrc.netrc().authenticators(url.hostname or "")
         except (OSError, netrc.NetrcParseError):

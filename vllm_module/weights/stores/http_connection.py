@@ -99,9 +99,13 @@ class HttpConnection(NamedTuple):
 
     @staticmethod
     def to(url: SplitResult) -> HttpConnection:
-        """Return a new connection, by the proxy that the environment names."""
+        """Return a new connection, by the proxy that the environment names.
+
+        This host's own address is reached without one.
+        """
         host, secure = url.hostname or "", url.scheme == "https"
-        proxy = None if proxy_bypass(host) else getproxies().get(url.scheme)
+        direct = host == "127.0.0.1" or proxy_bypass(host)
+        proxy = None if direct else getproxies().get(url.scheme)
         if proxy is None:
             return HttpConnection(_opened(host, url.port, host if secure else None))
         try:

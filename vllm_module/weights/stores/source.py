@@ -71,6 +71,7 @@ class StoreSource:
         download_dir: of the hub's small files, and of ranges of weights, which are kept with it
             only.
         token: of the hub.
+        replica_token: of an engine's weights, instead of the environment's.
         described: as in ``find_source``.
         fetched: the folder of another source of this URL, which keeps it, the files it listed, and
             the format it found.
@@ -87,6 +88,7 @@ class StoreSource:
         load_format: str = "auto",
         download_dir: str | None = None,
         token: str | bool | None = None,
+        replica_token: str | None = None,
         described: bool = True,
         fetched: tuple[Path, list[str] | None, str | None] | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class StoreSource:
             raise self._only_here(load_format, reason)
         self._options: dict[str, Any] = {
             "load_format": load_format, "download_dir": download_dir, "token": token,
+            "replica_token": replica_token,
         }  # fmt: skip
         self._token = token
         self._listed: list[str] | None = None
@@ -238,7 +241,7 @@ class StoreSource:
             return ObstoreClient(self.place)
         if self.place.scheme == "hf":
             return hub_client.hub_client(self.place, self._token)
-        return web_client(self.place)
+        return web_client(self.place, self._options["replica_token"])
 
     def _cache(self) -> StoreCache | None:
         folder = self._options["download_dir"]

@@ -1,0 +1,44 @@
+"""What an engine has of its ranks: the scheduler of their caches, and their memory for adapters."""
+
+from __future__ import annotations
+
+from vllm_module.build.model_source import ModelSource
+from vllm_module.runtime.cache.page_pool import PagePool
+from vllm_module.runtime.ranks.executor import Executor
+from vllm_module.runtime.scheduler import Scheduler
+from vllm_module.runtime.served_adapter import AdapterMemory
+
+MAX_MODEL_LEN = 8192  # tokens of a sequence, if neither the model nor the caller sets a limit
+
+
+def length_of(source: ModelSource) -> int:
+    """Return the most tokens of a sequence, if the cache has room for them."""
+    return source.config.max_model_len or MAX_MODEL_LEN
+
+
+def start(executor: Executor) -> Scheduler:
+    """Allocate the cache on every rank, and return its scheduler; an encoder has no cache.
+
+    Raises ``ValueError`` if not a single page fits.
+    """
+    worker, config = executor.worker, executor.worker.config
+    unused = worker.is_encoder or not executor.leads
+    pages, host_pages = (0, 0) if unused else executor.start(length_of(worker.source))
+    return Scheduler(
+        PagePool(pages, config.block_size),
+        PagePool(host_pages, config.block_size),
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        worker.caches_prefixes,
+        worker.window,
+        has_states=worker.has_states,
+        host_states=worker.host_states,
+        max_loras=config.max_loras,
+        batches=executor.stages,
+    )
+
+
+def adapter_memory(executor: Executor) -> AdapterMemory:
+    """Return the adapters that the ranks have in memory: none yet."""
+    most = executor.worker.config.max_cpu_loras
+    return AdapterMemory(executor.load_adapter, executor.drop_adapter, most)
