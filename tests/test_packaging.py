@@ -26,6 +26,7 @@ DATA = {  # in the wheel, beside the modules
     "vllm_module/cli/pictures/plan.js",
     "vllm_module/kernels/choices.json",
     "vllm_module/py.typed",
+    "vllm_module/server/page.html",
 }
 FILES = (
     "CHANGELOG.md",

@@ -59,6 +59,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Have PEFT save an adapter of the checkpoint."""
+    import peft
+    import torch
+
+    path = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        tuned = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        )
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    tuned.save_pretrained(path)
+    return path
+
+
 def load(folder: Path, **settings: Any) -> LLM:
     return LLM(
         str(folder), kv_cache_memory_bytes=4 << 20, dtype="float32", seed=None, device="cpu",

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import peft
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.cli import main
@@ -25,21 +22,6 @@ from vllm_module.cli import main
 SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 ADMIN = "sk-admin"
 TEXT = "hello adapters"
-
-
-@pytest.fixture(scope="module")
-def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("adapter")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
-        tuned = peft.get_peft_model(
-            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        )
-    for name, parameter in tuned.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    tuned.save_pretrained(path)
-    return path
 
 
 def test_an_adapter_is_a_model(server: Any, sync: LLM, adapter: Path) -> None:

@@ -92,6 +92,8 @@ def test_metrics(server: Any) -> None:
     assert grown[f"vllm:time_to_first_token_seconds_count{label}"] == 1
     assert grown['vllm:e2e_request_latency_seconds_bucket{model_name="tiny",le="+Inf"}'] == 1
     assert after[f"vllm:num_requests_running{label}"] == 0
+    sizes = 'model_name="tiny",num_gpu_blocks="2048",block_size="16"'  # pages of 2 KiB, in 4 MiB
+    assert after[f"vllm:cache_config_info{{{sizes}}}"] == 1
     assert grown['vllm:request_success_total{model_name="tiny",finished_reason="length"}'] == 1
 
 

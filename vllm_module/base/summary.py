@@ -10,11 +10,11 @@ class Summarized(ABC):
     """A base class whose ``repr`` and notebook display are a table of facts."""
 
     @abstractmethod
-    def _facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
         """Return pairs of a name and a value."""
 
     def __repr__(self) -> str:
-        facts = self._facts()
+        facts = self.facts()
         width = max(len(name) for name, _ in facts)
         lines = [f"  {name:{width}}  {value}" for name, value in facts]
         return "\n".join([type(self).__name__, *lines])
@@ -24,7 +24,7 @@ class Summarized(ABC):
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th>"
             f"<td style='text-align:left'>{escape(value)}</td></tr>"
-            for name, value in self._facts()
+            for name, value in self.facts()
         )
         return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
 

@@ -83,7 +83,8 @@ class LoadPlan(Summarized):
     folder: Path | None = None
     zeros: Sequence[tuple[str, Weight]] = ()
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the lines of the table."""
         memory, report = self.memory(), self.report
         problems = ("missing", "unexpected", "duplicated", "misshapen")
         counts = {kind: len(getattr(report, kind)) for kind in ("skipped", *problems)}

@@ -232,7 +232,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, Resharding, WeightMethods
         except BaseException:
             self.close()
             raise
-        facts = "; ".join(f"{name}: {value}" for name, value in self._facts()[:-1])
+        facts = "; ".join(f"{name}: {value}" for name, value in self.facts()[:-1])
         _log.info("loaded in %.1f s: %s", time.monotonic() - begin, facts)
 
     def _read_tokenizer(self, folder: Path, template: str | Path | None) -> None:
@@ -278,12 +278,12 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, Resharding, WeightMethods
             adapter_memory=adapter_memory(self.executor),
         )
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what was loaded and what memory it takes, as pairs of a name and a text."""
         if not hasattr(self, "model_config"):
             return [("state", "not loaded")]
         worker, pool = self.executor.worker, self.engine.scheduler.pool
-        tensors = (*worker.model.parameters(), *worker.model.buffers())
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        weights = sum(each.nbytes for each in (*worker.model.parameters(), *worker.model.buffers()))
         dtype = str(self.source.dtype).removeprefix("torch.")
         cache = "none"
         if pool.num_pages:
@@ -297,6 +297,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, Resharding, WeightMethods
         return [
             ("model", self.source.name),
             ("architecture", f"{self.source.config.architectures[0]}, {dtype}"),
+            ("layers", str(self.source.config.num_hidden_layers)),
             ("device", f"{worker.device}, ranks: {self.executor.size}"),
             ("weights of a rank", mebibytes(weights)),
             ("cache of a rank", cache),
@@ -331,6 +332,7 @@ class LLM(AdapterMethods, TextMethods, EncoderMethods, Resharding, WeightMethods
             return engine_metrics(
                 totals,
                 {"model_name": self.source.name},
+                {"num_gpu_blocks": pool.num_pages, "block_size": pool.page_size},
                 num_requests_running=len(scheduler.running),
                 num_requests_waiting=len(scheduler.waiting),
                 kv_cache_usage_perc=used,

@@ -101,8 +101,13 @@ class Totals:
     requests: dict[str, int] = field(default_factory=dict)
 
 
-def engine_metrics(totals: Totals, labels: dict[str, str], **now: float) -> list[Metric]:
-    """Return the totals as counters, and the values of ``now`` as gauges."""
+def engine_metrics(
+    totals: Totals, labels: dict[str, str], cache: dict[str, int], **now: float
+) -> list[Metric]:
+    """Return the totals as counters, and the values of ``now`` as gauges.
+
+    The sizes of the cache are labels of a gauge, as in vLLM.
+    """
     counted = {
         "prompt_tokens": totals.prompt_tokens,
         "generation_tokens": totals.generation_tokens,
@@ -114,7 +119,9 @@ def engine_metrics(totals: Totals, labels: dict[str, str], **now: float) -> list
     for reason, count in totals.requests.items():
         with_reason = {**labels, "finished_reason": reason}
         found.append(Counter("vllm:request_success", with_reason, count))
-    return found + [Gauge(f"vllm:{k}", dict(labels), v) for k, v in now.items()]
+    found += [Gauge(f"vllm:{k}", dict(labels), v) for k, v in now.items()]
+    sizes = {name: str(size) for name, size in cache.items()}
+    return [*found, Gauge("vllm:cache_config_info", {**labels, **sizes}, 1)]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import Answer, Endpoint, Keys, Right
 from vllm_module.server.errors import ApiError
 from vllm_module.server.messages import messages
+from vllm_module.server.page import page
 from vllm_module.server.protocol import (
     AbortBody,
     Body,
@@ -45,6 +46,7 @@ ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
     ("GET", "/version", "open", EmptyBody, operations.version),
     ("GET", "/metrics", "open", EmptyBody, operations.metrics),
     ("GET", "/v1/models", "api", EmptyBody, operations.models),
+    ("GET", "/summary", "api", EmptyBody, operations.summary),
     ("POST", "/v1/completions", "api", CompletionBody, completions),
     ("POST", "/v1/chat/completions", "api", ChatBody, chat_completions),
     ("POST", "/v1/responses", "api", ResponsesBody, responses),
@@ -72,6 +74,7 @@ def application(state: State, keys: Keys, limits: Limits) -> Starlette:
         )
         for method, path, right, kind, handler in ROUTES
     ]
+    routes.append(Route("/", page(), methods=["GET"]))
     return Starlette(routes=routes, exception_handlers={HTTPException: _unanswered})
 
 

@@ -74,6 +74,11 @@ async def models(state: State, _: EmptyBody) -> dict[str, Any]:
     return {"object": "list", "data": entries}
 
 
+async def summary(state: State, _: EmptyBody) -> dict[str, str]:
+    """Return what was loaded and what memory it takes, as texts for people."""
+    return dict(await state.engine().call(lambda llm: llm.facts()))
+
+
 async def pause(state: State, body: PauseBody) -> dict[str, Any]:
     """Pause the engine; see :meth:`~vllm_module.AsyncLLM.pause`."""
     await state.engine().pause(body.mode, clear_cache=body.clear_cache)

@@ -205,9 +205,10 @@ def serve(
 
     The protocols are OpenAI's and Anthropic's. The paths are /v1/completions, /v1/chat/completions,
     /v1/responses, /v1/messages, /v1/embeddings, /v1/models, /tokenize, /detokenize, /health,
-    /ready, /version, /metrics and /weight_version; for operators /pause, /resume, /update_weights
-    and /abort. While the model is loading, /health answers 503. Sampling parameters that a request
-    leaves out are those of generation_config.json, else the protocol's.
+    /ready, /version, /metrics, /summary and /weight_version; for operators /pause, /resume,
+    /update_weights and /abort; for browsers a page at /. While the model is loading, /health
+    answers 503. Sampling parameters that a request leaves out are those of generation_config.json,
+    else the protocol's.
     With --tp, each rank is a process; under torchrun, rank 0 answers.
     """
     folders = adapters.folders(server.served_model_name or [source])
