@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; print an error that the user can correct."""
     try:
         command = typer.main.get_command(app)
-        with command.make_context("vllm-module", arguments) as context:
+        with command.make_context("vllm-module", [*arguments], obj=arguments) as context:
             command.invoke(context)
     except typer.Exit as done:
         return done.exit_code

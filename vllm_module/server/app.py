@@ -75,10 +75,10 @@ def application(state: State, keys: Keys, limits: Limits) -> Starlette:
         for method, path, right, kind, handler in ROUTES
     ]
     routes.append(Route("/", page(), methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={HTTPException: _unanswered})
+    return Starlette(routes=routes, exception_handlers={HTTPException: unanswered})
 
 
-async def _unanswered(request: Request, error: Exception) -> JSONResponse:
+async def unanswered(request: Request, error: Exception) -> JSONResponse:
     """Answer what no route does: another path, or another method."""
     assert isinstance(error, HTTPException)
     message = {

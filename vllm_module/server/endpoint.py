@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -90,28 +90,15 @@ class Endpoint:
         """Answer one request."""
         try:
             self._keys.check(scope, self._right)
-            body = await self._read(scope, receive)
-        except _GoneError:
+            body = self._checked(scope, await receive_body(scope, receive, self._limits))
+        except GoneError:
             return
         except ApiError as error:
             await send_json(send, error.status, self._kind.told(error))
             return
-        work = asyncio.ensure_future(self._work(body, send))
-        gone = asyncio.ensure_future(_until_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+        await work_until_gone(self._work(body, send), receive)
 
-    async def _read(self, scope: Scope, receive: Receive) -> Body:
-        """Receive a body within the limits, and check it."""
-        try:
-            seconds = self._limits.client_seconds
-            data = await asyncio.wait_for(self._receive(scope, receive), seconds)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+    def _checked(self, scope: Scope, data: bytes) -> Body:
         if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
             return self._kind.of({})
         kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
@@ -124,24 +111,6 @@ class Endpoint:
         if _LARGE.search(data) and not _is_finite(given):
             raise ApiError(400, "the body has a number that is too large for a float")
         return self._kind.of(given)
-
-    async def _receive(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._limits.body_bytes
-        too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
-        length = _header(scope, b"content-length")
-        if length.isdigit() and int(length[:20]) > limit:
-            raise too_large
-        chunks, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _GoneError
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > limit:
-                raise too_large
-            more = message.get("more_body", False)
-        return b"".join(chunks)
 
     async def _work(self, body: Body, send: Send) -> None:
         try:
@@ -181,8 +150,46 @@ class Endpoint:
         await send({"type": "http.response.body", "body": end})
 
 
-class _GoneError(Exception):
+class GoneError(Exception):
     """The client went away before its body was complete."""
+
+
+async def receive_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """Receive a body. Raises ``ApiError`` beyond the limits of size and time, or ``GoneError``."""
+    seconds = limits.client_seconds
+    try:
+        return await asyncio.wait_for(_received(scope, receive, limits.body_bytes), seconds)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+
+
+async def _received(scope: Scope, receive: Receive, limit: int) -> bytes:
+    too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+    length = _header(scope, b"content-length")
+    if length.isdigit() and int(length[:20]) > limit:
+        raise too_large
+    chunks, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise GoneError
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise too_large
+        more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do what answers a request; cancel it when the client goes away."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_finite(value: Any) -> bool:
@@ -227,5 +234,12 @@ async def _send(send: Send, status: int, kind: bytes, data: bytes) -> None:
         headers.append((b"retry-after", b"1"))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send_body(send, status, headers, data)
+
+
+async def send_body(
+    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], data: bytes
+) -> None:
+    """Send a whole answer."""
+    await send({"type": "http.response.start", "status": status, "headers": [*headers]})
     await send({"type": "http.response.body", "body": data})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,14 +29,20 @@ from vllm_module.cli.options import (
     Source,
 )
 from vllm_module.cli.output import CommandError, announce, working
-from vllm_module.cli.ranks import is_first_rank
+from vllm_module.cli.ranks import is_first_rank, under_torchrun
 from vllm_module.cli.serving import serving
 from vllm_module.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from vllm_module.server.connection import Limits
+    from vllm_module.server.endpoint import Keys
     from vllm_module.server.listener import Listener
     from vllm_module.server.state import State
 
+# In the environment of one of several engines: the Unix socket that its server listens on.
+BACKEND = "VLLM_MODULE_BACKEND"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -142,6 +151,15 @@ class ServerOptions(Options):
             show_default=False,
         ),
     ] = None
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Engines, each with its own processes and weights. A request goes to the one that "
+            "had the beginning of its prompt, or that has the least to do.",
+        ),
+    ] = 1
     max_waiting: Annotated[
         int,
         typer.Option(
@@ -190,6 +208,7 @@ class ServerOptions(Options):
 
 
 def serve(
+    context: typer.Context,
     source: Source,
     *,
     server: ServerOptions,
@@ -214,6 +233,11 @@ def serve(
     folders = adapters.folders(server.served_model_name or [source])
     if server.weights_port is not None and not server.admin_key:
         raise typer.BadParameter("it needs an --admin-key", param_hint="--weights-port")
+    if (path := os.environ.get(BACKEND)) is not None:
+        server = replace(server, uds=Path(path), ssl_certfile=None, ssl_keyfile=None)
+    elif server.data_parallel_size > 1:
+        _serve_by_several(source, server, context.find_root().obj)
+        return
     with ExitStack() as stack:
         if is_first_rank():
             listener, state = stack.enter_context(_listening(source, server))
@@ -255,7 +279,42 @@ def serve(
             llm.get_chat_template(), server.tool_call_parser, server.reasoning_parser
         )
         state.loaded, state.llm = int(time.time()), engine
-        announce(f"serving {printable(source)} at {listener.url}")
+        if path is None:
+            announce(f"serving {printable(source)} at {listener.url}")
+        listener.join()
+
+
+def _serve_by_several(source: str, options: ServerOptions, arguments: Sequence[str]) -> None:
+    """Start a server of the same command for each engine, and pass requests on to them."""
+    if under_torchrun():
+        raise typer.BadParameter(
+            "each engine starts its own ranks: start the command without torchrun",
+            param_hint="--data-parallel-size",
+        )
+    if options.weights_port is not None:
+        raise typer.BadParameter(
+            "it is the port of one engine: leave it out, or --data-parallel-size",
+            param_hint="--weights-port",
+        )
+    from vllm_module.server.backends import Backends
+    from vllm_module.server.front import Front, front_application
+
+    state = Front()
+    with ExitStack() as stack:
+        app = partial(front_application, state)
+        listener = stack.enter_context(_listening_with(app, options))
+        command = [sys.executable, "-m", "vllm_module.cli", *arguments]
+        backends = Backends(options.data_parallel_size, command, BACKEND)
+        stack.callback(backends.close)
+        with working(f"loading {options.data_parallel_size} engines"):
+            failed = backends.until_ready()
+        if failed is not None:
+            raise CommandError(f"{failed} before it had loaded: see what it printed")
+        stack.enter_context(_stopping(listener.stop))
+        state.backends = backends
+        announce(
+            f"serving {printable(source)} by {options.data_parallel_size} engines at {listener.url}"
+        )
         listener.join()
 
 
@@ -263,10 +322,20 @@ def serve(
 def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, State]]:
     """Answer requests in a thread until the end of the block."""
     from vllm_module.server.app import application
+    from vllm_module.server.state import State
+
+    state = State(options.served_model_name or [source], options.max_prompts)
+    with _listening_with(partial(application, state), options) as listener:
+        yield listener, state
+
+
+@contextmanager
+def _listening_with(
+    application: Callable[[Keys, Limits], ASGIApp], options: ServerOptions
+) -> Iterator[Listener]:
     from vllm_module.server.connection import Limits
     from vllm_module.server.endpoint import Keys
     from vllm_module.server.listener import Address, Listener
-    from vllm_module.server.state import State
     from vllm_module.server.tool_formats import FORMATS
 
     if options.tool_call_parser not in ("auto", "none", *FORMATS):
@@ -281,10 +350,9 @@ def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, 
     address = Address(
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
     )
-    state = State(options.served_model_name or [source], options.max_prompts)
     keys = Keys(options.api_key or (), options.admin_key or ())
     limits = Limits(options.max_body_mib << 20, options.max_connections)
-    app = application(state, keys, limits)
+    app = application(keys, limits)
     try:
         listener = Listener(app, address, limits, options.stop_seconds)
     except OSError as error:
@@ -296,7 +364,7 @@ def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, 
         announce(f"no --api-key: whoever reaches {listener.url} may use the model")
     listener.start()
     try:
-        yield listener, state
+        yield listener
     finally:
         listener.stop()
         listener.stop()

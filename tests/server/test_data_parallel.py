@@ -1,0 +1,267 @@
+"""Several engines behind one address: which of them answers, and what happens when one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from vllm_module import LLM, SamplingParams
+from vllm_module.cli import main
+from vllm_module.server.backends import Backends, prefixes_of
+from vllm_module.server.errors import ApiError
+from vllm_module.server.front import Front
+
+SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+KEY, ADMIN = "key-of-clients", "key-of-operators"
+Until = Callable[[Callable[[], object]], None]
+
+
+class Replicated(NamedTuple):
+    """A server with two engines."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def open(self, path: str, key: str | None = KEY, **body: Any) -> Any:
+        data = json.dumps(body).encode() if body else None
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        return urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers))
+
+    def ask(self, path: str, key: str | None = KEY, **body: Any) -> Any:
+        with self.open(path, key, **body) as answer:
+            return json.load(answer)
+
+    def status(self, path: str, key: str | None = KEY, **body: Any) -> int:
+        try:
+            with self.open(path, key, **body) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+        except OSError:
+            return 0
+
+    def text(self, prompt: str, tokens: int = 8) -> str:
+        answer = self.ask("/v1/completions", prompt=prompt, max_tokens=tokens, temperature=0)
+        return str(answer["choices"][0]["text"])
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Return a metric by engine."""
+        with self.open("/metrics") as answer:
+            found = re.findall(rf'vllm:{name}{{engine="(\d)".*}} (\S+)', answer.read().decode())
+        return {engine: float(value) for engine, value in found}
+
+    def engines(self) -> list[int]:
+        """Return the process ids of the engines."""
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid), "-f", "vllm_module.cli serve"],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        return sorted(map(int, found.stdout.split()))
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Replicated]:
+    port = SUPPORT["free_port"]()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_module.cli", "serve", str(folder), "--port", str(port),
+         "--data-parallel-size", "2", "--device", "cpu", "--dtype", "float32"],
+        stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"VLLM_MODULE_API_KEY": KEY, "VLLM_MODULE_ADMIN_KEY": ADMIN},
+    )  # fmt: skip
+    server = Replicated(process, f"http://127.0.0.1:{port}")
+    try:
+        seen = set()
+
+        def is_up() -> bool:
+            assert process.poll() is None
+            seen.add(server.status("/health"))
+            return 200 in seen
+
+        SUPPORT["wait_until"](is_up, "the server answers")
+        assert 503 in seen, "while it is loading"
+        yield server
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Replicated]:
+    with serving(folder) as served:
+        yield served
+
+
+def expected(sync: LLM, prompt: str, tokens: int = 8) -> str:
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    return str(sync.generate(prompt, params, use_tqdm=False)[0].outputs[0].text)
+
+
+def test_requests_are_shared_out(server: Replicated, sync: LLM) -> None:
+    """Tokens are those of one engine, and both engines compute some of them."""
+    prompts = [f"prompt {number}" for number in range(6)]
+    found: dict[str, str] = {}
+    threads = [
+        threading.Thread(target=lambda each=each: found.update({each: server.text(each)}))
+        for each in prompts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {each: expected(sync, each) for each in prompts}
+    computed = server.numbers("prompt_tokens_total")
+    assert computed.keys() == {"0", "1"}
+    assert min(computed.values()) >= len(prompts[0]), "each engine has computed one at least"
+
+
+def test_a_prompt_goes_where_its_beginning_was(server: Replicated) -> None:
+    """Pages of a conversation are found again, in every turn of it."""
+    for conversation in ("first", "second", "third"):
+        text = f"{conversation} " + "of many words, " * 30
+        for turn in range(3):
+            before = server.numbers("prefix_cache_hits_total")
+            server.text(text)
+            after = server.numbers("prefix_cache_hits_total")
+            hits = sum(after.values()) - sum(before.values())
+            assert hits > 200 if turn else hits < 200
+            text += "and more of them, " * 3
+
+
+def test_operators_reach_every_engine(server: Replicated) -> None:
+    """A pause holds all engines up; keys are asked for; what is refused is so by the protocol."""
+    assert server.status("/v1/models", None) == server.status("/v1/models", "wrong") == 401
+    assert server.status("/pause", KEY, mode="keep") == 401
+    assert server.ask("/pause", ADMIN, mode="keep") == {"status": "paused"}
+    for _ in range(2):  # whichever is asked
+        assert server.status("/ready") == 503
+    assert server.ask("/resume", ADMIN, model="x") == {"status": "resumed"}
+    assert server.status("/ready") == 200
+    assert server.status("/v1/completions", prompt="x", unknown=1) == 400
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.ask("/v1/messages", messages=[])
+    with refused.value as answer:
+        assert json.load(answer)["type"] == "error"
+
+
+def test_a_client_that_leaves_ends_its_request(server: Replicated, until: Until) -> None:
+    with server.open(
+        "/v1/completions", prompt="leaves", max_tokens=900, temperature=0, stream=True
+    ) as stream:
+        stream.readline()
+        assert sum(server.numbers("num_requests_running").values()) == 1
+    until(lambda: not sum(server.numbers("num_requests_running").values()))
+    assert sum(server.numbers("generation_tokens_total").values()) < 800
+
+
+def test_engines_that_end(folder: Path, sync: LLM, until: Until) -> None:
+    """The stream of one that is killed ends with an error; what had no answer is done again."""
+    with serving(folder) as server:
+        stream = server.open(
+            "/v1/completions", prompt="streamed", max_tokens=900, temperature=0, stream=True
+        )
+        with stream:
+            stream.readline()
+            other: list[str] = []
+            waiting = threading.Thread(target=lambda: other.append(server.text("whole", 600)))
+            waiting.start()
+            until(lambda: sorted(server.numbers("num_requests_running").values()) == [1, 1])
+            engines = server.engines()
+            assert len(engines) == 2
+            os.kill(engines[0], signal.SIGKILL)  # of one or the other request
+            lines = [line for line in stream if line.strip()]
+        waiting.join()
+        assert other == [expected(sync, "whole", 600)]
+        if lines[-1] != b"data: [DONE]\n":
+            assert "has ended" in json.loads(lines[-1].removeprefix(b"data: "))["error"]["message"]
+        assert server.status("/health") == 200
+        assert len(server.numbers("num_requests_running")) == 1
+        for number in range(3):
+            assert server.text(f"after {number}") == expected(sync, f"after {number}")
+        server.process.terminate()
+        assert server.process.wait() == 0
+        until(lambda: not Path(f"/proc/{engines[1]}").exists())
+
+
+def test_engines_end_with_a_server_that_is_killed(folder: Path, until: Until) -> None:
+    with serving(folder) as server:
+        engines = server.engines()
+        server.process.kill()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
+
+
+def test_what_is_refused(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """An engine that cannot load ends the command with its message."""
+    several = ["--data-parallel-size", "2", "--device", "cpu"]
+    assert main(["serve", str(folder), *several, "--weights-port", "1", "--admin-key", "x"]) == 2
+    assert "the port of one engine" in capfd.readouterr().err
+    (tmp_path / "config.json").write_text('{"architectures": ["Nobody"], "model_type": "none"}')
+    port = str(SUPPORT["free_port"]())
+    assert main(["serve", str(tmp_path), *several, "--port", port]) == 1
+    error = capfd.readouterr().err
+    assert "Nobody" in error
+    assert re.search(r"engine \d \(pid \d+\) ended with exit code 1 before it had loaded", error)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["serve", str(folder), *several]) == 2
+    assert "without torchrun" in capfd.readouterr().err
+
+
+def engines(*running: int) -> Any:
+    """Return the choice among engines that have so many requests."""
+    chosen: Any = object.__new__(Backends)
+    chosen.all = [SimpleNamespace(running=count, code=None) for count in running]
+    chosen._of_prefix, chosen._turn = OrderedDict(), 0
+    return chosen
+
+
+def test_the_choice() -> None:
+    """The least busy one in turn; a known prefix, unless its engine has far more to do."""
+    several = engines(0, 0, 0)
+    assert {id(several.choose([])) for _ in range(3)} == {*map(id, several.all)}
+    several = engines(3, 1, 2)
+    assert several.choose([7]) is several.all[1]
+    several.all[1].running = 6
+    assert several.choose([7, 8]) is several.all[1], "6 is not more than 4 and twice 2"
+    several.all[1].running = 9
+    assert several.choose([7, 8]) is several.all[2]
+    assert several.choose([7, 8]) is several.all[2], "its pages are there now"
+    assert several.choose([7], [several.all[2]]) is several.all[0], "one has failed"
+    several.all[0].code = 1
+    assert several.choose([], [several.all[1], several.all[2]]) is None
+    front = Front()
+    with pytest.raises(ApiError, match="is loading"):
+        front.loaded()
+    front.backends = several
+    assert front.loaded() is several
+    for each in several.all:
+        each.code = -9
+    with pytest.raises(ApiError, match="all engines of this server have ended"):
+        front.loaded()
+
+
+def test_prefixes() -> None:
+    """They are those of the bytes before each doubled length."""
+    beginning = b"x" * 600
+    assert prefixes_of(beginning + b"y" * 500)[:2] == prefixes_of(beginning)
+    assert prefixes_of(b"z" + beginning)[0] != prefixes_of(beginning)[0]
+    assert prefixes_of(b"x" * 255) == []
