@@ -28,7 +28,7 @@ class Resharding:
     engine: Engine
     executor: Executor
     model_config: ServedModelConfig
-    serve_weights: Callable[[], WeightServer]
+    serve_weights: Callable[..., WeightServer]
     _changing: Callable[[], AbstractContextManager[None]]
 
     def reshard(self, tensor_parallel_size: int) -> None:

@@ -197,8 +197,8 @@ def plan_ranks(
     from vllm_module.cli import rank_plan
     from vllm_module.cli.model_plan import ModelPlan
     from vllm_module.distributed import pipeline_parallel
-    from vllm_module.runtime.started import MAX_MODEL_LEN
     from vllm_module.runtime.ranks.worker import CACHE_DTYPES
+    from vllm_module.runtime.started import MAX_MODEL_LEN
     from vllm_module.weights.sharded_state import ShardedState
 
     cache_dtype = CACHE_DTYPES.get(kv_cache_dtype.value, source.dtype)
