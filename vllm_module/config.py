@@ -255,6 +255,8 @@ class EngineConfig(_Closed):
         step_timeout: seconds that a rank waits in a step for the others, which it then names.
         enforce_eager: run every step without CUDA graphs.
         enable_torch_compile: let torch.compile fuse the operations between attention layers.
+        enable_return_routed_experts: outputs have the experts that each token went to, as
+            ``routed_experts``; of models with experts, in one pipeline stage.
         async_scheduling: launch the next step before the tokens of this one are read, if both only
             decode; tokens are the same. By default on a GPU, whose work the host's then overlaps.
         logprobs_mode: ``"raw_logprobs"`` of sampled tokens are the model's own; with
@@ -287,6 +289,7 @@ class EngineConfig(_Closed):
     step_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 300.0
     enforce_eager: _Flag = False
     enable_torch_compile: _Flag = False
+    enable_return_routed_experts: _Flag = False
     async_scheduling: _Flag | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     max_loras: _Count = 8
@@ -301,6 +304,23 @@ class EngineConfig(_Closed):
                 f"async_scheduling is for one stage, and pipeline_parallel_size is "
                 f"{self.pipeline_parallel_size}: leave it out, because stages compute batches of "
                 "different requests at the same time"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_of_one_process(self) -> EngineConfig:
+        others = [
+            name
+            for name, used in (
+                ("pipeline_parallel_size", self.pipeline_parallel_size > 1),
+                ("enable_torch_compile", self.enable_torch_compile),
+            )
+            if used
+        ]
+        if self.enable_return_routed_experts and others:
+            raise ValueError(
+                f"enable_return_routed_experts does not go with {' and '.join(others)}: leave one "
+                "of them out"
             )
         return self
 

@@ -107,7 +107,8 @@ def goes_on(llm: LLM) -> Iterator[None]:
     request = add(llm, PROMPTS[0])
     llm.engine.step()
     yield
-    assert llm.executor is before and llm.executor.size == size and llm.digest().hex == digest
+    assert llm.executor is before
+    assert (llm.executor.size, llm.digest().hex) == (size, digest)
     assert finish(llm, request) == [expected[:1]]
     assert tokens(llm) == expected
 
@@ -134,7 +135,8 @@ def test_requests_go_on_with_the_same_tokens(
         for size in (2, 1):
             for _ in range(5):
                 llm.engine.step()
-            assert llm.engine.scheduler.running and llm.engine.scheduler.waiting
+            assert llm.engine.scheduler.running
+            assert llm.engine.scheduler.waiting
             llm.reshard(size)
             assert llm.executor.size == llm.model_config.tensor_parallel_size == size
             assert (llm.digest().hex, llm.weight_version) == (digest, "0")
@@ -178,20 +180,25 @@ def test_an_engine_beside_an_event_loop(models: dict[str, tuple[Path, Any]]) -> 
     """Outputs come while new ranks load, and go on after they have taken over."""
     folder, theirs = models["llama"]
 
+    expected = greedy(theirs, PROMPTS[0])
+
     async def run() -> None:
         async with AsyncLLM(engine(folder, max_model_len=64)) as llm:
+
+            async def answer() -> list[int]:
+                outputs = llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY)
+                *_, last = [list(each.outputs[0].token_ids) async for each in outputs]
+                return last
+
             resharded = asyncio.create_task(llm.reshard(2))
             during = 0
             while not resharded.done():
-                async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY):
-                    pass
-                assert list(output.outputs[0].token_ids) == greedy(theirs, PROMPTS[0])
+                assert await answer() == expected
                 during += 1
             await resharded
-            assert during > 1 and llm.llm.executor.size == 2
-            async for output in llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY):
-                pass
-            assert list(output.outputs[0].token_ids) == greedy(theirs, PROMPTS[0])
+            assert during > 1
+            assert llm.llm.executor.size == 2
+            assert await answer() == expected
 
     asyncio.run(run())
 
@@ -255,7 +262,7 @@ def test_a_cache_that_is_too_small(models: dict[str, tuple[Path, Any]]) -> None:
     with (
         engine(llama, tensor_parallel_size=2, kv_cache_memory_bytes=5 * page) as llm,
         goes_on(llm),
-        pytest.raises(ValueError, match="may have 25 tokens, .* room for 20"),
+        pytest.raises(ValueError, match=r"may have 25 tokens, .* room for 20"),
     ):
         llm.reshard(1)
     params = SamplingParams(temperature=0, max_tokens=2)

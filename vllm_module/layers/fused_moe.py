@@ -207,6 +207,7 @@ class FusedMoE(vLLMModule):
             ``gate_up_proj`` ``[experts, 2 * intermediate, hidden]`` and ``down_proj``
             ``[experts, hidden, intermediate]``, without ``.weight``. For other packed names, an
             alias of the module above leads to the layer: ``{"input_linear": "experts.w13"}``.
+        routed: int16 ``[most tokens, top_k]`` to write the experts of each token into, if set.
 
     Raises:
         ShardingError: the size does not divide ``intermediate_size``, without expert parallelism
@@ -214,6 +215,8 @@ class FusedMoE(vLLMModule):
         UnsupportedModelError: experts that cannot be chosen so.
 
     """
+
+    routed: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -341,6 +344,8 @@ class FusedMoE(vLLMModule):
             topk_group=self.topk_group,
             routed_scaling_factor=self.routed_scaling_factor,
         )
+        if self.routed is not None:
+            self.routed[: len(experts)].copy_(experts)
         own_tokens = self.expert_group is not None and self.expert_group.own_tokens
         if own_tokens:
             routed = self._with_tokens_of_all_ranks(hidden, weights, experts)

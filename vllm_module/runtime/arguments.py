@@ -30,7 +30,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "enable_eplb": (False,),
     "enable_lora": (False, True),
     "enable_prompt_embeds": (False,),
-    "enable_return_routed_experts": (False,),
     "enable_sleep_mode": (...,),
     "hf_config_path": (),
     "ignore_patterns": ([], ["original/**/*"]),

@@ -220,8 +220,7 @@ class Engine(Requests):
         except BaseException:
             self.scheduler.saved.forget_all()
             raise
-        for sequence, _ in step.scheduled:
-            sequence.num_listed_pages = len(sequence.pages)
+        self.scheduler.note_launched(step)
         return logits
 
     def _launch_next(self, launched: Launched) -> Launched | None:

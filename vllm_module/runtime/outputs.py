@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.hf_config import HFConfig
 from vllm_module.runtime.metrics import RequestStateStats
+from vllm_module.runtime.routed_experts import Routed
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.text.tokenizer import Tokenizer
@@ -73,6 +74,9 @@ class CompletionOutput:
         lora_request: always ``None``.
         weight_versions: versions of the weights that computed the tokens, in their order, each with
             its number of tokens: ``[("0", 5), ("step-1", 3)]`` if an update came after 5 tokens.
+        routed_experts: int16 ``[tokens - 1, layers, experts of a token]``, with
+            ``enable_return_routed_experts`` once the sample has ended: the experts of each token of
+            prompt and output but the last, which is not computed, in each layer that has experts.
 
     """
 
@@ -85,6 +89,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: None = None
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
+    routed_experts: Routed | None = None
 
     def finished(self) -> bool:
         """Return whether the sample has ended."""
@@ -256,4 +261,7 @@ def _completion_output(sequence: Sequence) -> CompletionOutput:
         sequence.finish_reason,
         sequence.stop_reason,
         weight_versions=list(sequence.weight_versions),
+        routed_experts=(
+            sequence.routed_experts() if sequence.routed and sequence.finish_reason else None
+        ),
     )

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from vllm_module.runtime.cache.allocator import Allocator
 from vllm_module.runtime.cache.page_pool import ROOT, PagePool
+from vllm_module.runtime.routed_experts import RoutedExperts
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.served_adapter import ServedAdapter
 from vllm_module.runtime.step_inputs import Step
@@ -49,6 +50,7 @@ class Scheduler(Allocator):
         host_states: number of states in host memory, for sequences that are swapped out.
         max_loras: most adapters of running sequences; those of another one wait in turn.
         batches: most steps in flight, each of other sequences: as many as a pipeline has stages.
+        routed: keeps the experts that tokens go to, if somebody wants them.
 
     """
 
@@ -65,13 +67,14 @@ class Scheduler(Allocator):
         host_states: int = 0,
         max_loras: int = 8,
         batches: int = 1,
+        routed: RoutedExperts | None = None,
     ) -> None:
         super().__init__(pool, host, max_num_seqs, prefix_caching, has_states, host_states)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window, self.max_loras, self.batches = window, max_loras, batches
         self.in_flight: set[Sequence] = set()  # with several batches
         self.waiting: list[Sequence] = []  # in the order of arrival, as the running ones
-        self.preemptions = 0
+        self.preemptions, self.routed = 0, routed
 
     def schedule(self) -> Step:
         """Choose the sequences and tokens of the next step, and allocate their pages."""
@@ -164,11 +167,20 @@ class Scheduler(Allocator):
         assert not step.pages.copied, "the launched step has copied the pages that it writes"
         return step
 
+    def note_launched(self, step: Step) -> None:
+        """Record that a step is launched: its pages are in the block tables of all ranks."""
+        for sequence, _ in step.scheduled:
+            sequence.num_listed_pages = len(sequence.pages)
+        if self.routed is not None:
+            step.routed = self.routed.copy(sum(count for _, count in step.scheduled))
+
     def mark_computed(self, step: Step) -> None:
         """Record that the step's tokens are in the cache; cache full pages for other prompts."""
         size = self.pool.page_size
         if self.in_flight:
             self.in_flight.difference_update(sequence for sequence, _ in step.scheduled)
+        if self.routed is not None:
+            self.routed.keep(step)
         for sequence, count in step.scheduled:
             if sequence.finish_reason is not None:
                 continue  # the sequence ended after the launch
@@ -176,6 +188,7 @@ class Scheduler(Allocator):
             if sequence.num_computed % size >= count and self.window is None:
                 continue  # no further page is full
             full = sequence.num_computed // size if self.prefix_caching else 0
+            cached = sequence.num_cached_pages
             while sequence.num_cached_pages < full:
                 index = sequence.num_cached_pages
                 tokens = sequence.tokens[index * size : (index + 1) * size]
@@ -183,6 +196,8 @@ class Scheduler(Allocator):
                 salt = sequence.request.cache_salt if index == 0 else None
                 sequence.prefix = self.pool.cache(page, sequence.prefix, tokens, salt)
                 sequence.num_cached_pages += 1
+            if self.routed is not None:
+                self.routed.keep_pages(sequence, cached)
             if sequence.saved_at and sequence.num_computed == sequence.saved_at[0]:
                 self.saved.save(sequence.prefix, sequence.row)
                 del sequence.saved_at[0]

@@ -7,8 +7,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from vllm_module.runtime.cache.page_pool import ROOT
 from vllm_module.runtime.metrics import RequestStateStats
+from vllm_module.runtime.routed_experts import Routed
 from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.sampler import Logprob
@@ -43,6 +46,9 @@ class Sequence:
         stream: decoder from tokens to text, if the text is needed at every step.
         weight_versions: versions of the weights that computed the generated tokens, in their order,
             each with its number of tokens.
+        routed: the experts that its first tokens went to, as arrays ``[tokens, layers, experts]``
+            of int16 one after another, if they are kept.
+        num_routed: number of these tokens.
 
     """
 
@@ -70,6 +76,19 @@ class Sequence:
     stop_reason: int | str | None = None
     finish_reason: FinishReason | None = None
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
+    routed: list[Routed] = field(default_factory=list)
+    num_routed: int = 0
+
+    def add_routed(self, experts: Routed) -> None:
+        """Add the experts of the next tokens; they are copied."""
+        self.routed.append(experts.copy())
+        self.num_routed += len(experts)
+
+    def routed_experts(self) -> Routed:
+        """Return the experts of these tokens, ``[tokens, layers, experts]``; there are some."""
+        if len(self.routed) > 1:
+            self.routed = [np.concatenate(self.routed)]
+        return self.routed[0]
 
     @property
     def output(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_module.build.model_source import ModelSource
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.ranks.executor import Executor
+from vllm_module.runtime.routed_experts import RoutedExperts
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.served_adapter import AdapterMemory
 
@@ -19,11 +20,18 @@ def length_of(source: ModelSource) -> int:
 def start(executor: Executor) -> Scheduler:
     """Allocate the cache on every rank, and return its scheduler; an encoder has no cache.
 
-    Raises ``ValueError`` if not a single page fits.
+    Raises ``ValueError`` if not a single page fits, and ``UnsupportedModelError`` if experts are to
+    be returned of a model that has none.
     """
     worker, config = executor.worker, executor.worker.config
     unused = worker.is_encoder or not executor.leads
+    routed: RoutedExperts | None = None
+    if config.enable_return_routed_experts:
+        most = max(config.max_num_batched_tokens, config.max_num_seqs)
+        routed = RoutedExperts(worker.model, most, executor.wait)
     pages, host_pages = (0, 0) if unused else executor.start(length_of(worker.source))
+    if routed is not None:
+        routed.allocate(pages, config.block_size)
     return Scheduler(
         PagePool(pages, config.block_size),
         PagePool(host_pages, config.block_size),
@@ -35,6 +43,7 @@ def start(executor: Executor) -> Scheduler:
         host_states=worker.host_states,
         max_loras=config.max_loras,
         batches=executor.stages,
+        routed=routed,
     )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from vllm_module.runtime.sequence import Sequence
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -35,6 +39,8 @@ class Step:
         states: states that are copied; on the device, they are named by the rows of sequences.
         saved: (from, to) pairs of a row and the slot of a saved state, in either direction. All
             that is copied on the device is read before any of it is written.
+        routed: the copy of the experts that its tokens go to, and the event of its end, once the
+            step is launched and if they are kept.
 
     """
 
@@ -42,6 +48,7 @@ class Step:
     pages: Moves = field(default_factory=Moves)
     states: Moves = field(default_factory=Moves)
     saved: list[tuple[int, int]] = field(default_factory=list)
+    routed: tuple[torch.Tensor, Any] | None = None
 
     @property
     def moves(self) -> bool:

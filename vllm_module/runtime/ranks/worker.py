@@ -98,9 +98,7 @@ class Worker(WorkerWeights):
         super().__init__()
         self.config, self.load_config, self._pipe = config, load_config, pipe
         self.device = device_config.torch_device
-        self.source, self.model, self.fingerprint = find_and_load(
-            model, load_config, device_config
-        )
+        self.source, self.model, self.fingerprint = find_and_load(model, load_config, device_config)
         if isinstance(self.model, TransformersForCausalLM):
             self.model.check()
         self.cache_dtype = CACHE_DTYPES.get(config.kv_cache_dtype, self.source.dtype)
