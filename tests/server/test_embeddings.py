@@ -54,6 +54,27 @@ def test_vectors_are_those_of_transformers(embedder: Any, encoder: Path) -> None
         embedder.client().embeddings.create(model="tiny", input=TEXTS[0], dimensions=4)
 
 
+@pytest.mark.parametrize(("most", "kept"), [(-1, 64), (1, 1), (7, 7), (63, 63)])
+def test_what_is_too_long_loses_its_end(embedder: Any, most: int, kept: int) -> None:
+    """``vllm bench serve`` asks so; without the field, it is refused."""
+    text = "".join(map(chr, range(48, 124)))
+    code, answer = embedder.ask("POST", "/v1/embeddings", {"input": text})
+    assert (code, "76 tokens" in answer["error"]["message"]) == (400, True), answer
+    body = {"model": "tiny", "input": [text, "hello"], "truncate_prompt_tokens": most}
+    code, cut = embedder.ask("POST", "/v1/embeddings", body)
+    assert (code, cut["usage"]["prompt_tokens"]) == (200, kept + min(5, kept))
+    _, whole = embedder.ask("POST", "/v1/embeddings", {"input": [text[:kept], "hello"[:kept]]})
+    for found, expected in zip(cut["data"], whole["data"], strict=True):
+        assert found["embedding"] == pytest.approx(expected["embedding"], abs=1e-6)
+
+
+@pytest.mark.parametrize("most", [0, -2, True, "1", 1.5])
+def test_a_wrong_number_of_tokens_is_refused(embedder: Any, most: Any) -> None:
+    body = {"input": "a", "truncate_prompt_tokens": most}
+    code, answer = embedder.ask("POST", "/v1/embeddings", body)
+    assert (code, "token" in answer["error"]["message"]) == (400, True)
+
+
 def test_each_model_refuses_what_it_is_not_for(embedder: Any, server: Any) -> None:
     """An encoder generates no text, and a model of text has no embeddings."""
     code, answer = embedder.ask("POST", "/v1/completions", {"prompt": "a"})

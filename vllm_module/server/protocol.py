@@ -224,6 +224,7 @@ class EmbeddingBody(Body):
     input: Any
     encoding_format: str = Field(default="float", pattern="^(float|base64)$")
     dimensions: int | None = Field(default=None, ge=1)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # vLLM's; -1: as many as fit
 
 
 class TokenizeBody(Body):

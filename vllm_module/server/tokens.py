@@ -21,7 +21,8 @@ async def embeddings(state: State, body: EmbeddingBody) -> dict[str, Any]:
         raise ApiError(400, "adapters generate text: ask the model itself", "model")
     prompts = await state.prompts("input", body.input)
     params = PoolingParams(dimensions=body.dimensions)
-    outputs = await llm.embed(prompts, pooling_params=params)
+    cut = {"truncate_prompt_tokens": body.truncate_prompt_tokens}
+    outputs = await llm.embed(prompts, pooling_params=params, tokenization_kwargs=cut)
     data = []
     for number, output in enumerate(outputs):
         if output.error is not None:
