@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import runpy
 import signal
 import time
@@ -120,11 +121,20 @@ def test_two_stages_give_the_tokens_of_one_rank(name: str, folders: dict[str, Pa
     assert pages == half
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3-next"])
+# In two stages of two ranks: one with whole experts on each rank, one with a part of each.
+IN_FOURS = {"deepseek-v3": True, "qwen3-next": False}
+
+
+def in_fours(folder: Path, spread: bool) -> LLM:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    return engine(folder, enable_expert_parallel=spread, **sizes)
+
+
+@pytest.fixture(scope="module", params=IN_FOURS)
 def four(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[tuple[Path, LLM]]:
     """Two stages of two ranks each, which tests leave with the folder's weights."""
     folder = folders[request.param]
-    with engine(folder, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+    with in_fours(folder, IN_FOURS[request.param]) as llm:
         yield folder, llm
 
 
@@ -132,7 +142,7 @@ def four(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[t
 def expected(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By kind of model: other weights, and tokens and digests of one rank with old and new ones."""
     found = {}
-    for name in ("qwen3", "qwen3-next"):
+    for name in IN_FOURS:
         other = write(tmp_path_factory.mktemp("other") / name, name, seed=8, **MODELS[name])
         new = load_file(other / "model.safetensors")
         with engine(folders[name]) as llm:
@@ -179,6 +189,21 @@ def test_updates_and_sleep_are_those_of_one_rank(four: tuple[Path, LLM], expecte
     assert tokens(llm) == new_tokens
     llm.reload_weights()
     assert tokens(llm) == old_tokens
+
+
+def test_experts_are_whole_on_a_rank_of_their_stage(folders: dict[str, Path]) -> None:
+    """Mixtral's experts are spread over the ranks of each stage, and tokens are one rank's."""
+    with engine(folders["mixtral"]) as one, in_fours(folders["mixtral"], spread=True) as llm:
+        assert tokens(llm) == tokens(one)
+        layout, held = llm.layout(), dict[tuple[int, int], set[int]]()
+        for name, entry, _ in layout.names():
+            if found := re.search(r"layers\.(\d+)\..*experts\.(\d+)\.w", name):
+                ends = ((0, 0), tuple(size - 1 for size in entry.shape))
+                owners = {owner.rank for end in ends for owner in layout.owners(name, end)}
+                held.setdefault((int(found[1]), int(found[2])), set()).update(owners)
+    # Rank 0 is of the last stage. Of five experts, the first of two ranks has one more.
+    expected = {(at, each): {2 - 2 * at + each // 3} for at in (0, 1) for each in range(5)}
+    assert held == expected
 
 
 def test_what_is_no_weight_is_refused_by_name(four: tuple[Path, LLM], expected: Any) -> None:

@@ -33,6 +33,7 @@ HERE = Path(__file__).parent
 sharding = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_sharding.py")))
 loading = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_loading.py")))
 layouts = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_layouts.py")))
+stages = SimpleNamespace(**runpy.run_path(str(HERE / "faulty_stages.py")))
 
 
 class Fault(NamedTuple):
@@ -399,6 +400,26 @@ FAULTS = (
           instead(READ, loading.unwritten)),
     Fault("an update makes a mixture whole", "reload_in_place", "column",
           instead(EXECUTE, loading.whole_after_update)),
+    # What pipeline stages hold, and pass on
+    Fault("two stages hold a layer", "staged", "a tied model in depth",
+          instead("distributed.groups:PipelineStage.layers", stages.one_layer_more)),
+    Fault("no stage holds a layer", "staged", "a hybrid with experts in depth",
+          instead("distributed.groups:PipelineStage.layers", stages.one_layer_less)),
+    Fault("a tied weight is at one end alone", "staged", "a tied model in depth",
+          instead("layers.stages:_parameters", lambda parameters, modules: set())),
+    Fault("an update leaves the last stage its tied weight", "staged", "a tied model in depth",
+          instead("core.module:vLLMModule.update_weights", stages.but_the_tied)),
+    Fault("a rule of stages covers a layer that is here", "accounting_exact", "a stage of a tied model",
+          instead("core.routes:_declared", stages.held_elsewhere)),
+    Fault("a stage is named that lacks the name", "staged", "a tied model in depth",
+          instead("layers.stages:OtherStage.__init__", lambda init, module, rank, size:
+                  init(module, min(rank + 1, size - 1), size))),
+    Fault("a stage reads what others hold", "staged", "a tied model in depth",
+          instead("core.plan:LoadPlan.reads", stages.with_tensors_of_others)),
+    Fault("a stage begins without the residual", "staged", "a tied model in depth",
+          instead("models.decoder:DecoderModel.forward", stages.without_residual)),
+    Fault("ranks of each stage are counted from 0", "staged", "a hybrid with experts in depth",
+          instead("layout.stages:_later", lambda later, shapes, first: later(shapes, 0))),
     # Where a layout says that boxes lie
     Fault("a box lies one value too far", "laid_out", "column",
           instead(BOXES, layouts.each_box(layouts.held(offset=lambda held: held.offset + 1)))),

@@ -9,6 +9,7 @@ import runpy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import nn
 
 from vllm_module import BasevLLMParameter, vLLMModule
 from vllm_module.build.registry import model_class
-from vllm_module.distributed import expert_parallel, tensor_parallel_group
+from vllm_module.distributed import PipelineStage, expert_parallel, tensor_parallel_group
 from vllm_module.layers import (
     Attention,
     CausalConv1d,
@@ -53,6 +54,7 @@ from vllm_module.layers import (
     VocabParallelEmbedding,
     add_up_projections,
 )
+from vllm_module.layers.stages import divide
 from vllm_module.quantization import (
     ONLINE,
     EightBitMethod,
@@ -737,9 +739,46 @@ MODELS: dict[str, Subject] = {
     for model in dict.fromkeys(model_class([name]) for name in architectures())
 }
 
-SUBJECTS = LAYERS | PARAMETERS | MODELS
+
+def deep(name: str) -> dict[str, Any]:
+    """Return arguments that draw a model of several layers, for several stages."""
+    tied = st.just(True) if name == "LlamaForCausalLM" else st.booleans()
+    entries = {"num_hidden_layers": st.integers(3, 5), "tie_word_embeddings": tied}
+    return {"config": model_configs(name, **entries)}
+
+
+def one_stage(name: str, at: int, config: Any) -> vLLMModule:
+    """Return one of three pipeline stages of a model: the first, second or last."""
+    model: Any = model_class([name])(config)
+    divide(model, PipelineStage(at, 3))
+    return model
+
+
+def passed_on(model: Any) -> tuple[Any, ...]:
+    """Return the inputs of a stage: those of the model, or what the stage before passes on."""
+    if not model.model.layers[0].held_elsewhere:
+        return tokens_of(model)
+    states = torch.randn(2, 5, model.config.hidden_size, dtype=torch.get_default_dtype())
+    return tuple(states), torch.arange(5)
+
+
+_DIVIDED = {"a tied model": "LlamaForCausalLM", "a hybrid with experts": "Qwen3NextForCausalLM"}
+STAGES: dict[str, Subject] = {
+    **{
+        f"{what} in depth": Subject(model_class([name]), deep(name), tokens_of)
+        for what, name in _DIVIDED.items()
+    },
+    **{
+        f"a stage of {what}": Subject(
+            partial(one_stage, name), deep(name) | {"at": st.integers(0, 2)}, passed_on
+        )
+        for what, name in _DIVIDED.items()
+    },
+}
+
+SUBJECTS = LAYERS | PARAMETERS | MODELS | STAGES
 
 
 def large(name: str) -> bool:
     """Tell whether a subject is a model or quantized, and so takes longer than the others."""
-    return name in MODELS or any(word in name for word in ("quantized", "packed"))
+    return name in MODELS | STAGES or any(word in name for word in ("quantized", "packed"))

@@ -19,13 +19,14 @@ from vllm_module.testing import (
     assert_accounting_exact,
     assert_order_independent,
     assert_reload_in_place,
+    assert_staged,
     tp_sizes,
 )
 from vllm_module.weights import file_bytes, pieces, reading
 
 STAND_IN = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "delayed_device.py"))
 SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
-LAYERS = SUBJECTS["LAYERS"]
+LAYERS, STAGES = SUBJECTS["LAYERS"], SUBJECTS["STAGES"]
 
 
 CASES = 3  # of a law for one subject; "make laws" tries as many as are asked for
@@ -48,6 +49,21 @@ def fewer_cases() -> Iterator[None]:
 def test_a_layer_keeps_the_law(name: str, law: Law) -> None:
     """The law holds for any arguments of the layer and any number of ranks."""
     LAYERS[name].hold(law)
+
+
+@pytest.mark.usefixtures("fewer_cases")
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("name", ["a stage of a tied model", "a stage of a hybrid with experts"])
+def test_a_pipeline_stage_keeps_the_law(name: str, law: Law) -> None:
+    """The law holds for the first, second and last of three stages."""
+    STAGES[name].hold(law)
+
+
+@pytest.mark.usefixtures("fewer_cases")
+@pytest.mark.parametrize("name", ["a tied model in depth", "a hybrid with experts in depth"])
+def test_stages_of_many_layers_are_the_whole(name: str) -> None:
+    """The law of stages holds for as many as four of them."""
+    STAGES[name].hold(assert_staged)
 
 
 @pytest.mark.parametrize("name", LAYERS)

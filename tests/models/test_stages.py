@@ -29,11 +29,9 @@ CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CO
 FIVE = {"num_hidden_layers": 5}
 # Of these, three stages are uneven.
 DEEPER = {
-    "llama, tied": ("llama", FIVE | {"tie_word_embeddings": True}),
     "deepseek-v3": ("deepseek-v3", FIVE | {"first_k_dense_replace": 3}),
     "mamba2": ("mamba2", FIVE),
     "bamba": ("bamba", FIVE | {"attn_layer_indices": [1, 4], "layer_types": None}),
-    "qwen3-next": ("qwen3-next", FIVE | {"layer_types": None, "full_attention_interval": 2}),
 }
 
 
@@ -99,11 +97,13 @@ def check_stages(config: Any, count: int, tp_size: int) -> None:
     assert sum(each.digest() for models, _, _ in ranks for each in models[1:]) == whole
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "gpt2" not in name])
-def test_two_stages_are_the_whole_model(name: str, tp_size: int) -> None:
-    """Logits are equal bit for bit, each name is loaded by its stage, and digests add up."""
-    check_stages(config_of(name), 2, tp_size)
+def test_two_stages_are_the_whole_model(name: str) -> None:
+    """Logits are equal bit for bit, each name is loaded by its stage, and digests add up.
+
+    The law of stages tries other sizes and other numbers of ranks.
+    """
+    check_stages(config_of(name), 2, 2)
 
 
 @pytest.mark.parametrize("name", DEEPER)
@@ -113,39 +113,6 @@ def test_three_uneven_stages_are_the_whole_model(name: str) -> None:
     check_stages(config, 3, 1)
     held = [list(PipelineStage(rank, 3).layers(5)) for rank in range(3)]
     assert held == [[0, 1], [2, 3], [4]]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "gpt2" not in name])
-def test_the_layouts_of_stages_are_one_of_all_ranks(name: str, tied: bool) -> None:
-    """A checked layout of two stages of two ranks covers every tensor and proves what each holds.
-
-    Reading it refuses tensors that are not held whole, and boxes that overlap.
-    """
-    config = config_of(name, tie_word_embeddings=tied)
-    weights = random_weights(build(config).expected_weights(), seed=4)
-
-    def plans(rank: int) -> tuple[list[vLLMModule], list[Any], vLLMModule]:
-        models, whole = stages(config, 2), build(config)
-        found = [each.plan_weights(weights).layout(2) for each in models]
-        for each in (*models, whole):
-            each.load_weights(weights)
-        return models, found, whole
-
-    ranks = run_ranks(2, plans)
-    layout = layout_of_stages(ranks[0][1])
-    assert parse_layout(layout_json(layout)) == layout
-    assert layout.ranks == 4
-    assert {entry for entry, _, _ in layout.names()} == weights.keys()
-    for stage in range(2):
-        for rank in range(2):
-            model = ranks[rank][0][stage]
-            held = {path for path in layout.parameters if layout.shape_of(path, 2 * stage + rank)}
-            assert held >= {path for path, _ in model.named_parameters()}
-            assert held <= model.state_dict().keys()
-    digests = [model.digest(layout) for models, _, _ in ranks for model in models]
-    assert sorted(rank for digest in digests for rank in digest.ranks) == [0, 1, 2, 3]
-    assert sum(digests) == sum(whole.digest() for _, _, whole in ranks)
 
 
 def test_weights_move_from_a_whole_model_to_stages() -> None:

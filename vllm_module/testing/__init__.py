@@ -41,6 +41,7 @@ from vllm_module.testing.lifecycle import assert_meta_first, assert_pure, assert
 from vllm_module.testing.poison import poisoned_memory
 from vllm_module.testing.sharding import assert_routed_exactly, assert_sharding_equivalent
 from vllm_module.testing.sources import failing_reads, failing_stream
+from vllm_module.testing.stages import assert_staged
 from vllm_module.testing.strategies import (
     HeadLayout,
     ParameterLayout,
@@ -54,7 +55,7 @@ from vllm_module.testing.strategies import (
 )
 from vllm_module.testing.transfers import assert_transfers
 
-# In the order of the laws, 1 to 12.
+# In the order of the laws, 1 to 13.
 LAWS: tuple[Law, ...] = (
     assert_accounting_exact,
     assert_order_independent,
@@ -68,6 +69,7 @@ LAWS: tuple[Law, ...] = (
     assert_cost_linear,
     assert_laid_out,
     assert_transfers,
+    assert_staged,
 )
 
 __all__ = [
@@ -87,6 +89,7 @@ __all__ = [
     "assert_reload_in_place",
     "assert_routed_exactly",
     "assert_sharding_equivalent",
+    "assert_staged",
     "assert_transfers",
     "checkpoint_forms",
     "dim_layouts",

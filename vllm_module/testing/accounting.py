@@ -45,6 +45,9 @@ def assert_accounting_exact(case: Case) -> None:
         for name in names.skipped
         for below in case.some(["", ".x", ".x.weight"], f"below {name}", least=0)
     ]
+    if names.elsewhere:
+        below_others = [f"{name}.x{end}" for name in names.elsewhere for end in ("", ".weight")]
+        skipped += case.some(below_others, "of other stages")
     tied = sorted(name for others in names.tied.values() for name in others)
     stored = case.some(tied, "stored again", least=0)
     first_name = {n: name for name, others in names.tied.items() for n in others if n in stored}
@@ -91,8 +94,8 @@ def assert_accounting_exact(case: Case) -> None:
 
 def _assert_tied_as_configured(case: Case, names: Names) -> None:
     """Check that the head and the embedding are tied if and only if the configuration says so."""
-    if not hasattr(case.whole, "compute_logits"):
-        return  # an encoder's configuration ties a head that the model lacks
+    if not hasattr(case.whole, "compute_logits") or names.elsewhere:
+        return  # an encoder's configuration ties a head that the model lacks, as a stage may
     ties = getattr(getattr(case.whole, "config", None), "tie_word_embeddings", None)
     if ties:
         assert names.tied, "the configuration ties the embedding and the head, the module does not"
@@ -127,7 +130,7 @@ def _assert_tie_is_compared(case: Case, tensors: Tensors, name: str, other: str)
     assert_same_state(state(module), before, f"after it refused two values of {name}")
 
 
-def _may_be_absent(module: vLLMModule) -> set[str]:
+def may_be_absent(module: vLLMModule) -> set[str]:
     """Return names that a checkpoint may lack, because the layer itself fills their slots."""
     return {
         location.stored_name(slot)
@@ -164,7 +167,7 @@ class _Damage:
             "on meta": self._empty,
         }
         stored_twice = {*first_name, *first_name.values()}
-        absent = _may_be_absent(case.whole)
+        absent = may_be_absent(case.whole)
         for name in case.some(sorted([*case.tensors, *first_name]), "damaged names", most=3):
             # Nothing is missing if another name stores the same tensor, or the layer fills it.
             dropped = {"dropped", "renamed"}

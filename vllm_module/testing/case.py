@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import run_ranks, tensor_parallel
+from vllm_module.distributed import PipelineStage, run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError
+from vllm_module.layers.stages import divide
 from vllm_module.testing.checkpoints import Tensors, made_up_weights
 from vllm_module.testing.poison import poisoned_memory
 from vllm_module.testing.strategies import tp_sizes
@@ -102,18 +103,20 @@ class Case:
         note(f"{label}: {chosen!r}")
         return chosen
 
-    def build(self, rank: int = 0, size: int = 1) -> vLLMModule:
-        """Build the module of rank ``rank`` of ``size``, without weights."""
+    def build(self, rank: int = 0, size: int = 1, stage: PipelineStage | None = None) -> vLLMModule:
+        """Build the module of rank ``rank`` of ``size``, or a stage of it, without weights."""
         with tensor_parallel(rank=rank, size=size):
-            return self._new()
+            return self._new(stage)
 
-    def _new(self) -> vLLMModule:
+    def _new(self, stage: PipelineStage | None) -> vLLMModule:
         module: object = self._build()
         if not isinstance(module, vLLMModule):
             raise TypeError(f"build must return a new vLLMModule each time, got {module!r}")
         if id(module) in self._built:
             raise TypeError("build returned one module twice: it must make a new one each time")
         self._built[id(module)] = module
+        if stage is not None:
+            divide(module, stage)
         return module.eval()
 
     @cached_property
@@ -187,18 +190,21 @@ class Case:
         """Return a text such as ``rank 0 of 2``, for messages."""
         return f"rank {self.rank} of {self.size}"
 
-    def on_every_rank(self, work: Callable[[vLLMModule], T]) -> list[T]:
+    def on_every_rank(
+        self, work: Callable[[vLLMModule], T], stage: PipelineStage | None = None
+    ) -> list[T]:
         """Run ``work`` on every rank's module at the same time, and return the results by rank.
 
-        Ranks are threads, or the processes of an initialized process group.
+        With ``stage``, the modules are those of one stage. Ranks are threads, or the processes of
+        an initialized process group.
         """
         if world_size() is None:
             # Modules are built one by one, because a constructor may set the process's default
             # dtype.
-            modules = [self.build(rank, self.size) for rank in range(self.size)]
+            modules = [self.build(rank, self.size, stage) for rank in range(self.size)]
             return run_ranks(self.size, lambda rank: work(modules[rank]))
         results: list[Any] = [None] * self.size
-        dist.all_gather_object(results, _outcome(lambda: work(self._new())))
+        dist.all_gather_object(results, _outcome(lambda: work(self._new(stage))))
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -230,13 +236,18 @@ class Case:
 
     def run(self, module: Any) -> list[Any]:
         """Run a loaded module; return its outputs, or a language model's logits, as a flat list."""
-        inputs = copy.deepcopy(self.inputs)  # forward may write to its arguments
-        assert inputs is not None
-        with torch.no_grad():
-            outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-            if hasattr(module, "compute_logits"):
-                outputs = module.compute_logits(outputs)
-        return list(_flat(outputs))
+        assert self.inputs is not None
+        return list(_flat(forward(module, self.inputs)))
+
+
+def forward(module: Any, inputs: tuple[Any, ...] | dict[str, Any]) -> Any:
+    """Return what a loaded module computes: logits, or what a stage passes on to the next one."""
+    inputs = copy.deepcopy(inputs)  # forward may write to its arguments
+    with torch.no_grad():
+        outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+        if hasattr(module, "compute_logits") and not isinstance(outputs, tuple):
+            outputs = module.compute_logits(outputs)
+    return outputs
 
 
 def _flat(outputs: Any) -> Iterator[Any]:

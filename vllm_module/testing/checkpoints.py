@@ -110,6 +110,7 @@ class Names:
         tied: for each expected name of a tied tensor, its other names.
         aliases: for each name with aliases in the tree, the other spellings.
         skipped: names that a module's rule skips, with all names below them.
+        elsewhere: modules that other pipeline stages hold; the names below them are skipped.
         known: every name of a tensor or slot, in every spelling.
 
     """
@@ -118,6 +119,7 @@ class Names:
     tied: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, tuple[str, ...]]
     skipped: tuple[str, ...]
+    elsewhere: tuple[str, ...]
     known: frozenset[str]
 
     @classmethod
@@ -131,9 +133,12 @@ class Names:
         below: list[str] = []  # names of slots below their layer, which are accepted too
         aliases: list[_Aliases] = []
         skipped: list[str] = []
+        elsewhere: list[str] = []
         for prefix, owner in module.named_modules(remove_duplicate=False):
             if isinstance(owner, vLLMModule):
                 # Aliases of the same module do not lead to these names.
+                if owner.held_elsewhere:
+                    elsewhere += [prefix, *_other_spellings(prefix, aliases)]
                 for name in owner.skipped_weights:
                     name = _joined(prefix, name)
                     skipped += [name, *_other_spellings(name, aliases)]
@@ -164,15 +169,19 @@ class Names:
         own = {name for each in names.values() for name in each} | {each.name for each in fused}
         known = own.union(below)
         known |= {other for name in known for other in _other_spellings(name, aliases)}
-        _check_aliases(known, aliases, module)
+        _check_aliases(known.union(elsewhere), aliases, module)
         spellings = {name: others for name in own if (others := _other_spellings(name, aliases))}
         unshared = tuple(each for each in fused if not repeated & {*each.slot_names})
-        return cls(unshared, tied, spellings, tuple(skipped), frozenset(known))
+        rules = tuple(skipped), tuple(elsewhere)
+        return cls(unshared, tied, spellings, *rules, frozenset(known))
 
     def resolve(self, name: str) -> bool:
         """Return whether ``name`` is known: as a tensor, a slot, an alias or by a skip rule."""
-        return name in self.known or any(
-            name == skipped or name.startswith(f"{skipped}.") for skipped in self.skipped
+        below = (*self.skipped, *self.elsewhere)
+        return (
+            name in self.known
+            or name in self.skipped
+            or any(name.startswith(f"{each}.") for each in below)
         )
 
 

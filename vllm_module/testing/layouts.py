@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,16 +37,24 @@ def assert_laid_out(case: Case) -> None:
     written = json.loads(data)
     _assert_owners(case, layout)
 
-    def load(module: vLLMModule) -> Tensors:
-        unprocessed = _before_processing(module, tensors)
-        return {
-            path: tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-            for path, tensor in unprocessed.items()
-        }
-
     _assert_digests(case, layout)
+    assert_held_as_written(written, tensors, case.on_every_rank(partial(load_unprocessed, tensors)))
 
-    for rank, held in enumerate(case.on_every_rank(load)):
+
+def load_unprocessed(tensors: Tensors, module: vLLMModule) -> Tensors:
+    """Load the module; return its state before processing, eight-bit floats as integers."""
+    return {
+        path: tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        for path, tensor in _before_processing(module, tensors).items()
+    }
+
+
+def assert_held_as_written(
+    written: dict[str, Any], tensors: Tensors, held_by_rank: Sequence[Tensors]
+) -> None:
+    """Compare what ranks hold with what a layout as JSON says, bit by bit."""
+    size = len(held_by_rank)
+    for rank, held in enumerate(held_by_rank):
         for path, expected in cut_by(written, tensors, rank).items():
             got = held[path].view(expected.dtype)
             assert got.shape == expected.shape, (
@@ -56,16 +66,16 @@ def assert_laid_out(case: Case) -> None:
             )
 
 
-def _assert_digests(case: Case, layout: Layout) -> None:
-    """Add up the ranks' digests; they are those of the whole tensors, and of one rank."""
-    tensors = case.tensors
+def digest_by(layout: Layout, tensors: Tensors, module: vLLMModule) -> ModelDigest:
+    """Load the module, and return the digest of what the layout says that it holds."""
+    module.keep_digests = True
+    _before_processing(module, tensors)
+    return digest_of(module, layout)
 
-    def digest(module: vLLMModule) -> ModelDigest:
-        module.keep_digests = True
-        _before_processing(module, tensors)
-        return digest_of(module, layout)
 
-    together = sum(case.on_every_rank(digest), start=ModelDigest())
+def assert_add_up(digests: Iterable[ModelDigest], layout: Layout, tensors: Tensors) -> None:
+    """Add up the ranks' digests, and compare them with those of the whole tensors."""
+    together = sum(digests, start=ModelDigest())
     got = {
         name: sum(others, start=first)
         for name, (first, *others) in ((n, list(b.values())) for n, b in together.boxes.items())
@@ -74,6 +84,12 @@ def _assert_digests(case: Case, layout: Layout) -> None:
         expected = digest_box(tensors[name])
         assert got[name] == expected, f"{name}: the ranks' digests are not the tensor's"
     assert len(got) == len(list(layout.names()))
+
+
+def _assert_digests(case: Case, layout: Layout) -> None:
+    """Compare the ranks' digests with those of the whole tensors, and of one rank."""
+    tensors = case.tensors
+    assert_add_up(case.on_every_rank(partial(digest_by, layout, tensors)), layout, tensors)
     if any(each.conversion not in (None, "exponents") for each in layout.partitions):
         return  # scales may depend on the cut
     whole = case.build()

@@ -341,8 +341,10 @@ def assert_routed_exactly(case: Case) -> None:
     other.load_weights({spelling: fused[name] for spelling, name in spelled.items()})
     assert_same_state(state(other), state(split), f"on {case.at()}, spelled as {[*spelled]}")
 
-    known = sorted(names.known.union(names.skipped))
+    of_others = [f"{each}.weight" for each in names.elsewhere]
+    known = sorted(names.known.union(names.skipped, of_others))
     kinds = [sorted(case.tensors), known, sorted(names.skipped) or known]
+    kinds += [of_others] if of_others else []
     name = case.choose(case.random.choice(kinds), "name")
     unknown = {similar for similar in _resembling(name, known) if not names.resolve(similar)}
     similar = case.some(sorted(unknown), "similar names", most=20)
