@@ -36,7 +36,7 @@ INTERPRETER = runpy.run_path(str(Path(__file__).with_name("interpreter.py")))
 # The same examples every time, and no clock: a failure is the change's and not the machine's.
 # "make laws" tries 200 new ones.
 _phases = [phase for phase in settings().phases if phase is not Phase.explain]  # traces each line
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, phases=_phases)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=18, phases=_phases)
 settings.load_profile("ci")
 
 

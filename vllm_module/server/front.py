@@ -114,7 +114,7 @@ class _Forward:
 
     async def _stream(self, answer: BackendAnswer, send: Send) -> None:
         """Pass events on; if the backend ends after the first one, an error is the last one."""
-        first = await anext(answer.body)
+        first = await anext(answer.body, b"")
         begin = {"type": "http.response.start", "status": 200, "headers": answer.headers}
         await send(begin)
         last = b""
