@@ -36,7 +36,7 @@ _FOR_ALL = (
     "/abort",
 )  # fmt: skip
 _PROMPT = ("model", "system", "instructions", "tools", "messages", "prompt", "input")
-_FORWARDED = (b"authorization", b"content-type", b"x-api-key", b"anthropic-version")
+_FORWARDED = (b"authorization", b"content-type", b"x-api-key")
 
 
 def front_application(state: Front, keys: Keys, limits: Limits) -> Starlette:
