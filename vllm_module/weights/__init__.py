@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vllm_module.weights.buckets import receive_weights, send_weights
     from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
     from vllm_module.weights.handle import Destination, Handle, TensorHandle, Weight, read_into
+    from vllm_module.weights.meeting import init_weight_transfer
     from vllm_module.weights.os_pages import prefer_huge_pages
     from vllm_module.weights.pieces import PIECE_BYTES
     from vllm_module.weights.reading import Readers, read_all, reader_threads
@@ -28,6 +29,7 @@ else:
             "Readers": "vllm_module.weights.reading",
             "TensorHandle": "vllm_module.weights.handle",
             "Weight": "vllm_module.weights.handle",
+            "init_weight_transfer": "vllm_module.weights.meeting",
             "open_checkpoint": "vllm_module.weights.checkpoint",
             "prefer_huge_pages": "vllm_module.weights.os_pages",
             "read_all": "vllm_module.weights.reading",
@@ -50,6 +52,7 @@ __all__ = [
     "Readers",
     "TensorHandle",
     "Weight",
+    "init_weight_transfer",
     "open_checkpoint",
     "prefer_huge_pages",
     "read_all",

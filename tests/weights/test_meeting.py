@@ -1,0 +1,115 @@
+"""Processes that meet at an address to send weights; threads stand for them here."""
+
+from __future__ import annotations
+
+import runpy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vllm_module.errors import RankError
+from vllm_module.weights import init_weight_transfer, receive_weights, send_weights
+
+free_port = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["free_port"]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Return what each call returns or raises, in threads of their own."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            found[index] = calls[index]()
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_weights_go_to_those_who_met() -> None:
+    """Twice, by a group that no other group of the program knows of."""
+    port = free_port()
+    sent = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+
+    def train() -> None:
+        group = init_weight_transfer("127.0.0.1", port, 0, 3)
+        for turn in range(2):
+            send_weights({name: tensor + turn for name, tensor in sent.items()}, group=group)
+
+    def receive(rank: int) -> list[dict[str, torch.Tensor]]:
+        group = init_weight_transfer("127.0.0.1", port, rank, 3)
+        assert (group.rank(), group.size()) == (rank, 3)
+        rounds = []
+        for _ in range(2):
+            with receive_weights(src=0, group=group) as weights:
+                rounds.append({name: tensor.clone() for name, tensor in weights})
+        return rounds
+
+    _, *received = together(train, lambda: receive(1), lambda: receive(2))
+    for rounds in received:
+        assert isinstance(rounds, list), rounds
+        for turn, weights in enumerate(rounds):
+            assert weights.keys() == sent.keys()
+            assert all(torch.equal(weights[name], sent[name] + turn) for name in sent)
+    assert not dist.is_initialized()
+
+
+def test_those_who_do_not_come_are_named() -> None:
+    port = free_port()
+    first, second = together(
+        lambda: init_weight_transfer("127.0.0.1", port, 0, 4, timeout=1.0),
+        lambda: init_weight_transfer("127.0.0.1", port, 2, 4, timeout=1.0),
+    )
+    for error in (first, second):
+        assert isinstance(error, RankError), error
+    assert str(first) == f"ranks 1, 3 of 4 did not come to 127.0.0.1:{port} within 1 s"
+    assert first.ranks == (1, 3)
+    with pytest.raises(RankError, match=r"rank 0 does not listen at 127.0.0.1:\d+ within 0.5 s"):
+        init_weight_transfer("127.0.0.1", free_port(), 1, 2, timeout=0.5)
+
+
+def test_who_is_one_too_many_is_refused() -> None:
+    """Another number of processes, two of one rank, and a second trainer; the group is made."""
+    port = free_port()
+
+    def others() -> Any:
+        store: Any = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # type: ignore[attr-defined]
+        store.wait(["here/0"])
+        with pytest.raises(ValueError, match=r"expects 3 processes at .*, and another one 2"):
+            init_weight_transfer("127.0.0.1", port, 1, 3)
+        group = init_weight_transfer("127.0.0.1", port, 1, 2)
+        with pytest.raises(ValueError, match=r"another process has come to .* as rank 1"):
+            init_weight_transfer("127.0.0.1", port, 1, 2)
+        with pytest.raises(OSError, match="rank 0 cannot listen at"):
+            init_weight_transfer("127.0.0.1", port, 0, 2)
+        return group
+
+    for found in together(lambda: init_weight_transfer("127.0.0.1", port, 0, 2), others):
+        assert isinstance(found, dist.ProcessGroup), found
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rank": -1}, "rank should be an integer from 0 on, got -1"),
+        ({"rank": 2}, "rank should be below the world_size 2, got 2"),
+        ({"rank": True}, "rank should be an integer"),
+        ({"world_size": 1}, "world_size should be an integer from 2 on, got 1"),
+        ({"port": 0}, "port should be an integer from 1 on, got 0"),
+        ({"timeout": float("nan")}, "timeout should be a number of seconds"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(changed: dict[str, Any], message: str) -> None:
+    given = {"host": "127.0.0.1", "port": 1, "rank": 0, "world_size": 2, **changed}
+    with pytest.raises(ValueError, match=message):
+        init_weight_transfer(**given)

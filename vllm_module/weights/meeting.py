@@ -1,0 +1,102 @@
+"""Processes of different programs that meet at an address, to send weights."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_module.base.messages import printable, shorten
+from vllm_module.base.process_groups import private_group
+from vllm_module.base.waiting import interruptibly
+from vllm_module.errors import RankError
+
+_stores: Any = dist  # torch.distributed has the stores; its type hints lack them
+_POLL = 0.01  # seconds between two looks at who has come
+
+
+def init_weight_transfer(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    *,
+    device: torch.device | str = "cpu",
+    timeout: float = 300.0,
+) -> dist.ProcessGroup:
+    """Meet ``world_size`` processes at an address, and return a group of them all.
+
+    It is for ``group=`` of ``send_weights``, ``receive_weights``, ``send_boxes`` and
+    ``receive_boxes``. No other group of the program changes, and none is needed: a trainer may have
+    a world of its own, and an engine none.
+
+    Args:
+        host, port: where rank 0 listens; all give the same.
+        rank: this process's number in the group, from 0 on. One has each.
+        world_size: number of processes, two or more.
+        device: a CUDA device, the current one, to send by NCCL too (written, but not run).
+        timeout: seconds to wait until all have come, and of each message afterwards.
+
+    Raises:
+        ValueError: a number is out of range, another process has this rank, or expects another
+            number of processes.
+        OSError: rank 0 cannot listen there, as where the port is taken.
+        RankError: processes have not come in time; ``ranks`` has their numbers.
+
+    """
+    for name, value, least in (("rank", rank, 0), ("world_size", world_size, 2), ("port", port, 1)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} should be an integer from {least} on, got {shorten(value)}")
+    if rank >= world_size:
+        raise ValueError(f"rank should be below the world_size {world_size}, got {rank}")
+    if not 0 < timeout < 1e8:
+        raise ValueError(f"timeout should be a number of seconds above 0, got {timeout!r}")
+    device = torch.device(device)
+    meet = partial(_meet, host, port, rank, world_size, device, timedelta(seconds=timeout))
+    return interruptibly(meet)
+
+
+def _meet(
+    host: str, port: int, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    where = f"{printable(host)}:{port}"
+    try:
+        store = _stores.TCPStore(
+            host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+        )
+    except RuntimeError as error:  # of c10d, with the trace of C++ in its text
+        reason = str(error).partition("\n")[0]
+        if rank == 0:
+            raise OSError(f"rank 0 cannot listen at {where}: {reason}") from None
+        raise RankError(
+            f"rank 0 does not listen at {where} within {timeout.total_seconds():g} s: start it, or "
+            f"correct the address ({reason})",
+            [0],
+        ) from None
+    expected = store.compare_set("size", "", str(size)).decode()
+    if expected != str(size):
+        raise ValueError(
+            f"this process expects {size} processes at {where}, and another one {expected}: give "
+            "all the same world_size"
+        )
+    if store.add(f"come/{rank}", 1) > 1:
+        raise ValueError(
+            f"another process has come to {where} as rank {rank}: give each a rank of its own"
+        )
+    store.set(f"here/{rank}", "")
+    end = time.monotonic() + timeout.total_seconds()
+    # Not store.wait, which prints warnings when the time is over.
+    while absent := [each for each in range(size) if not store.check([f"here/{each}"])]:
+        if time.monotonic() > end:
+            names = ", ".join(map(str, absent))
+            raise RankError(
+                f"rank{'s' * (len(absent) > 1)} {names} of {size} did not come to {where} within "
+                f"{timeout.total_seconds():g} s",
+                absent,
+            )
+        time.sleep(_POLL)
+    return private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)
