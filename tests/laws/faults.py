@@ -406,7 +406,7 @@ FAULTS = (
     Fault("no stage holds a layer", "staged", "a hybrid with experts in depth",
           instead("distributed.groups:PipelineStage.layers", stages.one_layer_less)),
     Fault("a tied weight is at one end alone", "staged", "a tied model in depth",
-          instead("layers.stages:_parameters", lambda parameters, modules: set())),
+          instead("build.stages:_parameters", lambda parameters, modules: set())),
     Fault("an update leaves the last stage its tied weight", "staged", "a tied model in depth",
           instead("core.module:vLLMModule.update_weights", stages.but_the_tied)),
     Fault("a rule of stages covers a layer that is here", "accounting_exact", "a stage of a tied model",

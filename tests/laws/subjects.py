@@ -20,6 +20,7 @@ from torch import nn
 
 from vllm_module import BasevLLMParameter, vLLMModule
 from vllm_module.build.registry import model_class
+from vllm_module.build.stages import divide
 from vllm_module.distributed import PipelineStage, expert_parallel, tensor_parallel_group
 from vllm_module.layers import (
     Attention,
@@ -54,7 +55,6 @@ from vllm_module.layers import (
     VocabParallelEmbedding,
     add_up_projections,
 )
-from vllm_module.layers.stages import divide
 from vllm_module.quantization import (
     ONLINE,
     EightBitMethod,

@@ -240,7 +240,7 @@ def build_model(
                         f"{config.architectures[0]} cannot be built: {error}"
                     ) from None
             if (stage := surrounding_stage.get()) is not None and stage.size > 1:
-                from vllm_module.layers.stages import divide
+                from vllm_module.build.stages import divide
 
                 divide(model, stage)
             if rules is not None:

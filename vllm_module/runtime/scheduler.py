@@ -36,7 +36,7 @@ class Scheduler(Allocator):
     end of a prompt that leaves a token to compute, and where the prompt parts from what is cached.
 
     With ``batches`` of more than one, :meth:`schedule` is called before the step that it returned
-    last is finished, and takes a share of the other sequences. Meanwhile none is preempted.
+    last is finished, and takes a share of the other sequences. Those in flight are not preempted.
 
     Args:
         pool: pages of the cache.
@@ -349,16 +349,31 @@ class Scheduler(Allocator):
     def _allocate_or_preempt(self, sequence: Sequence, count: int, step: Step) -> bool:
         """Allocate, preempting the last sequences if needed; False if it was preempted itself.
 
-        While other steps are in flight, none is preempted: pages may be free after them.
+        Those in flight are not preempted, nor is one before them. If that leaves too few pages,
+        nothing changes, and the result is False: pages may be free after the steps in flight.
         """
         while not self._allocate(sequence, count, step):
-            if self.in_flight:
+            if self.in_flight and not self._suffices_behind(sequence, count):
                 return False
             last = self.running[-1]
             self._preempt(last, step)
             if last is sequence:
                 return False
         return True
+
+    def _suffices_behind(self, sequence: Sequence, count: int) -> bool:
+        """Return whether pages suffice once all are preempted that came after those in flight.
+
+        Nothing may be preempted in vain: an empty step is not run, and swaps no page out.
+        """
+        pool = self.pool
+        missing = pool.pages_for(sequence.num_computed + count) - len(sequence.pages)
+        missing += 1 - pool.free_pages  # one more if a page is copied on write
+        for other in reversed(self.running):
+            if missing <= 0 or other is sequence or other in self.in_flight:
+                break
+            missing -= sum(page >= 0 and pool.reference_count(page) == 1 for page in other.pages)
+        return missing <= 0
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         """Preempt a running sequence; swap its pages to the host if that has enough."""

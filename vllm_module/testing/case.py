@@ -20,10 +20,10 @@ from hypothesis import Phase, given, note, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from vllm_module.build.stages import divide
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import PipelineStage, run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError
-from vllm_module.layers.stages import divide
 from vllm_module.testing.checkpoints import Tensors, made_up_weights
 from vllm_module.testing.poison import poisoned_memory
 from vllm_module.testing.strategies import tp_sizes
