@@ -13,9 +13,8 @@ from torch import Tensor
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.hf_config import HFConfig
 from vllm_module.runtime.metrics import RequestStateStats
-from vllm_module.runtime.routed_experts import Routed
 from vllm_module.runtime.sampling.sampler import Logprob
-from vllm_module.runtime.sequence import Request, Sequence
+from vllm_module.runtime.sequence import Request, Routed, Sequence
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,15 +10,11 @@ from torch import nn
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.fused_moe import FusedMoE
+from vllm_module.runtime.sequence import Routed, Sequence
 from vllm_module.runtime.transfers import Wait
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from vllm_module.runtime.sequence import Sequence
     from vllm_module.runtime.step_inputs import Step
-
-Routed: TypeAlias = "npt.NDArray[np.int16]"  # [tokens, layers, experts of a token]
 
 
 class RoutedExperts:

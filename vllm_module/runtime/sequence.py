@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_module.runtime.cache.page_pool import ROOT
 from vllm_module.runtime.metrics import RequestStateStats
-from vllm_module.runtime.routed_experts import Routed
 from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.sampler import Logprob
@@ -20,6 +20,7 @@ from vllm_module.runtime.served_adapter import ServedAdapter
 from vllm_module.runtime.text.tokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Routed: TypeAlias = npt.NDArray[np.int16]  # [tokens, layers, experts of a token]
 
 
 @dataclass(eq=False)
