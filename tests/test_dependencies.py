@@ -46,6 +46,7 @@ EXTRAS = {
     ("vllm_module.runtime.sampling.grammar_script", "llguidance"): "structured-outputs",
     ("vllm_module.server", "starlette"): "serve",
     ("vllm_module.server", "uvicorn"): "serve",
+    ("vllm_module.server.backends", "h11"): "serve",
     ("vllm_module.server.connection", "h11"): "serve",
 }
 # Benchmarks measure beside it where it is installed, and say so where it is not.

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,8 +34,6 @@ from vllm_module.cli.serving import serving
 from vllm_module.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
     from vllm_module.server.connection import Limits
     from vllm_module.server.endpoint import Keys
     from vllm_module.server.listener import Listener
@@ -331,7 +329,7 @@ def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, 
 
 @contextmanager
 def _listening_with(
-    application: Callable[[Keys, Limits], ASGIApp], options: ServerOptions
+    application: Callable[[Keys, Limits], Any], options: ServerOptions
 ) -> Iterator[Listener]:
     from vllm_module.server.connection import Limits
     from vllm_module.server.endpoint import Keys
