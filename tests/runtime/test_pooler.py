@@ -212,7 +212,7 @@ def test_scores_are_made_as_config_json_says(entries: dict[str, Any], function: 
 def test_metrics_have_the_names_and_kinds_of_vllm() -> None:
     """Each sum is under its own name, https://docs.vllm.ai/en/latest/usage/metrics.html."""
     totals = Totals(1, 2, 3, 4, {"stop": 5, "length": 6})
-    found = engine_metrics(totals, {"model_name": "m"}, num_requests_running=7.0)
+    found = engine_metrics(totals, {"model_name": "m"}, {}, num_requests_running=7.0)
     named = {
         (metric.name, metric.labels.pop("finished_reason", None)): metric.value  # type: ignore[attr-defined]
         for metric in found

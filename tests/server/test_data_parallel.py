@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import os
 import re
@@ -13,20 +15,25 @@ import threading
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.cli import main
-from vllm_module.server.backends import Backends, prefixes_of
+from vllm_module.cli.options import DeviceOptions, EngineRankOptions, UsageError
+from vllm_module.server.backends import BackendAnswer, BackendError, Backends, prefixes_of
+from vllm_module.server.connection import Limits
+from vllm_module.server.endpoint import Keys
 from vllm_module.server.errors import ApiError
-from vllm_module.server.front import Front
+from vllm_module.server.front import Front, front_application
 
+serve: Any = importlib.import_module("vllm_module.cli.commands.serve")
 SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 KEY, ADMIN = "key-of-clients", "key-of-operators"
 Until = Callable[[Callable[[], object]], None]
@@ -72,7 +79,7 @@ class Replicated(NamedTuple):
     def engines(self) -> list[int]:
         """Return the process ids of the engines."""
         found = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid), "-f", "vllm_module.cli serve"],
+            ["pgrep", "-P", str(self.process.pid), "-f", "data-parallel-size"],
             capture_output=True, text=True,
         )  # fmt: skip
         return sorted(map(int, found.stdout.split()))
@@ -229,7 +236,7 @@ def test_what_is_refused(
 def engines(*running: int) -> Any:
     """Return the choice among engines that have so many requests."""
     chosen: Any = object.__new__(Backends)
-    chosen.all = [SimpleNamespace(running=count, code=None) for count in running]
+    chosen.all = [SimpleNamespace(running=count, code=None, dropped=False) for count in running]
     chosen._of_prefix, chosen._turn = OrderedDict(), 0
     return chosen
 
@@ -257,6 +264,124 @@ def test_the_choice() -> None:
         each.code = -9
     with pytest.raises(ApiError, match="all engines of this server have ended"):
         front.loaded()
+
+
+class Stub:
+    """A backend that gives the same answer each time, in pieces, and may end in the middle."""
+
+    code: int | None = None
+
+    def __init__(
+        self, status: int, *pieces: bytes, kind: str = "application/json", ends: bool = False
+    ) -> None:
+        self.status, self.pieces, self.kind, self.ends = status, pieces, kind.encode(), ends
+        self.number, self.running, self.asked, self.dropped = 0, 0, 0, False
+
+    @asynccontextmanager
+    async def ask(self, *_: object) -> AsyncIterator[BackendAnswer]:
+        self.asked += 1
+
+        async def body() -> AsyncIterator[bytes]:
+            for piece in self.pieces:
+                yield piece
+            if self.ends:
+                raise BackendError("ended")
+
+        yield BackendAnswer(self.status, [(b"content-type", self.kind)], body())
+
+    async def is_healthy(self) -> bool:
+        return self.status == 200
+
+    def terminate(self) -> None:
+        self.dropped = True
+
+
+def answered(path: str, *stubs: Stub) -> tuple[int, bytes]:
+    """Return the status and the body with which a front of these backends answers."""
+    front, sent = Front(), list[Any]()
+    front.backends = engines()
+    front.backends.all = list(stubs)  # type: ignore[arg-type]
+    app = front_application(front, Keys([], ["key"]), Limits())
+
+    async def receive() -> Any:
+        if not sent.count(None):
+            sent.append(None)
+            return {"type": "http.request", "body": b"{}"}
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": path, "root_path": "", "query_string": b"",
+        "headers": [(b"authorization", b"Bearer key")],
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+    _, begin, *rest = sent
+    return begin["status"], b"".join(each.get("body", b"") for each in rest)
+
+
+def test_an_engine_whose_rank_has_ended_gets_no_more_requests() -> None:
+    """Its process answers at once, and would be the least busy one."""
+    dead, lives = Stub(500, b"a step failed"), Stub(200, b"{}")
+    for _ in range(3):
+        assert answered("/v1/completions", lives, dead) == (200, b"{}")
+    assert (dead.asked, dead.dropped, lives.asked) == (1, True, 3)
+    failed = Stub(500, b"of one request")
+    failed.is_healthy = lambda: asyncio.sleep(0, True)  # type: ignore[method-assign]
+    assert answered("/v1/completions", failed) == (500, b"of one request")
+    assert not failed.dropped
+
+
+def test_a_request_ends_two_engines_at_most() -> None:
+    stubs = [Stub(200, b"{", ends=True) for _ in range(4)]
+    status, body = answered("/v1/completions", *stubs)
+    assert status == 503
+    assert b"has ended, or could not be reached" in body
+    assert sum(each.asked for each in stubs) == 2
+
+
+def test_a_stream_that_ends_in_the_middle_of_an_event() -> None:
+    """Half of an event is nothing that a client could read; before the first, another is asked."""
+    stream = "text/event-stream; charset=utf-8"
+    cut = Stub(200, b"data: 1\n", b"\ndata: 2\n\ndata: {", kind=stream, ends=True)
+    status, body = answered("/v1/completions", cut)
+    *events, error = body.removesuffix(b"\n\n").split(b"\n\n")
+    assert (status, events) == (200, [b"data: 1", b"data: 2"])
+    assert "has ended" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
+    nothing = Stub(200, b"data: {", kind=stream, ends=True)
+    whole = Stub(200, b"data: 1\n\n", b"data: [DONE]", b"\n\n", kind=stream)
+    for stubs in ((nothing, whole), (whole, nothing)):
+        assert answered("/v1/completions", *stubs) == (200, b"data: 1\n\ndata: [DONE]\n\n")
+
+
+def test_who_gives_no_answer_is_named_to_operators() -> None:
+    """Others may have changed, so that is no success; one that has ended does not count."""
+    silent, lives = Stub(200, ends=True), Stub(200, b"{}")
+    silent.number = 7
+    status, body = answered("/pause", lives, silent)
+    assert status == 500
+    assert b"engine 7 gave no answer" in body
+    silent.code = -9
+    assert answered("/pause", lives, silent) == (200, b"{}")
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine has as many as its ranks, and no other engine has them."""
+    monkeypatch.setattr(serve, "torch_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cuda, two = DeviceOptions("cuda"), EngineRankOptions(tp=2)
+    assert serve._devices(two, DeviceOptions("cpu"), 3) == [{}] * 3
+    names = [each["CUDA_VISIBLE_DEVICES"] for each in serve._devices(two, cuda, 2)]
+    assert names == ["0,1", "2,3"]
+    with pytest.raises(UsageError, match="3 engines of 2 ranks need 6 devices, and there are 4"):
+        serve._devices(two, cuda, 3)
+    with pytest.raises(UsageError, match="it is one device"):
+        serve._devices(two, DeviceOptions("cuda:1"), 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
+    names = [each["CUDA_VISIBLE_DEVICES"] for each in serve._devices(EngineRankOptions(), cuda, 2)]
+    assert names == ["5", "GPU-7"]
 
 
 def test_prefixes() -> None:

@@ -25,7 +25,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     def run(index: int) -> None:
         try:
             found[index] = calls[index]()
-        except Exception as error:
+        except BaseException as error:
             found[index] = error
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
@@ -98,6 +98,25 @@ def test_who_is_one_too_many_is_refused() -> None:
         assert isinstance(found, dist.ProcessGroup), found
 
 
+def test_a_process_may_come_again() -> None:
+    """One whose time was over, and who comes again, is no other process."""
+    port, over = free_port(), threading.Event()
+
+    def again() -> Any:
+        with pytest.raises(RankError, match="rank 2 of 3 did not come"):
+            init_weight_transfer("127.0.0.1", port, 1, 3, timeout=0.5)
+        over.set()
+        return init_weight_transfer("127.0.0.1", port, 1, 3)
+
+    def late() -> Any:
+        over.wait()
+        return init_weight_transfer("127.0.0.1", port, 2, 3)
+
+    calls = [lambda: init_weight_transfer("127.0.0.1", port, 0, 3), again, late]
+    for found in together(*calls):
+        assert isinstance(found, dist.ProcessGroup), found
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -105,6 +124,7 @@ def test_who_is_one_too_many_is_refused() -> None:
         ({"rank": 2}, "rank should be below the world_size 2, got 2"),
         ({"rank": True}, "rank should be an integer"),
         ({"world_size": 1}, "world_size should be an integer from 2 on, got 1"),
+        ({"port": 65536}, "port should be at most 65535, got 65536"),
         ({"port": 0}, "port should be an integer from 1 on, got 0"),
         ({"timeout": float("nan")}, "timeout should be a number of seconds"),
     ],

@@ -131,6 +131,7 @@ class Resharding:
             device=ranks.worker.device,
             tensor_parallel_size=ranks.size,
             num_gpu_blocks=scheduler.pool.num_pages,
+            max_model_len=engine.max_model_len,
         )
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
-import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +15,7 @@ from typing import NamedTuple
 import h11
 
 from vllm_module.runtime.ranks.guard import Guard
+from vllm_module.weights.written_folder import new_folder
 
 _MOST_PREFIXES = 1 << 16
 _SLACK = 4  # requests that a backend may have beside twice those of the one with the fewest
@@ -26,7 +25,7 @@ _END = 5.0  # seconds that a backend has to end after the last request
 
 
 class BackendError(Exception):
-    """A backend ended, or its answer did, before all of it had come."""
+    """A backend cannot be reached, or its answer ended before all of it had come."""
 
 
 class BackendAnswer(NamedTuple):
@@ -50,17 +49,23 @@ class Backend:
     Attributes:
         number: from 0 on.
         running: requests that it has not answered.
+        dropped: it gets no more requests, although its process may run.
 
     """
 
     def __init__(
-        self, number: int, path: Path, command: Sequence[str], variable: str, cores: set[int]
+        self,
+        number: int,
+        path: Path,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cores: set[int],
     ) -> None:
-        self.number, self.running = number, 0
+        self.number, self.running, self.dropped = number, 0, False
         self._path = path
         self._process = subprocess.Popen(
             command,
-            env=os.environ | {variable: str(path)},
+            env=os.environ | environment,
             start_new_session=True,  # Ctrl-C is for the front, which ends it
         )
         if cores:  # for itself, before torch counts them
@@ -113,9 +118,20 @@ class Backend:
             if writer is not None:
                 writer.close()
 
-    def end(self, seconds: float) -> None:
-        """End the process, by force after so many seconds."""
+    async def is_healthy(self) -> bool:
+        """Ask whether its engine lives."""
+        with suppress(BackendError):
+            async with self.ask("GET", "/health", ()) as answer:
+                return answer.status == 200
+        return False
+
+    def terminate(self) -> None:
+        """Tell the process to end."""
+        self.dropped = True
         self._process.terminate()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the process has ended; end it by force after so many seconds."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -144,29 +160,32 @@ class Backends:
     """The processes of a server, and the choice of one for each request.
 
     Args:
-        count: number of processes.
         command: what starts one.
         variable: of its environment, which names the Unix socket that it listens on.
+        environments: what else is in the environment of each.
 
     """
 
-    def __init__(self, count: int, command: Sequence[str], variable: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="vllm-module-"))  # nobody else may open it
+    def __init__(
+        self, command: Sequence[str], variable: str, environments: Sequence[Mapping[str, str]]
+    ) -> None:
+        folder = new_folder("several engines", owner=self)  # nobody else may open it
         self._guard = Guard()
         self._of_prefix: OrderedDict[int, Backend] = OrderedDict()
         self._turn = 0
         self.all: list[Backend] = []
-        cores = sorted(os.sched_getaffinity(0))
-        for number in range(count):
+        cores, count = sorted(os.sched_getaffinity(0)), len(environments)
+        for number, environment in enumerate(environments):
             own = {*cores[number::count]} if len(cores) >= count else set[int]()
-            backend = Backend(number, self._folder / f"{number}.socket", command, variable, own)
+            path = folder / f"{number}.socket"
+            backend = Backend(number, path, command, {**environment, variable: str(path)}, own)
             self._guard.add(backend.pid)
             self.all.append(backend)
 
     def until_ready(self) -> str | None:
         """Wait until all answer that they are healthy; return how one ended before, if it did."""
         for backend in self.all:
-            while not asyncio.run(_is_healthy(backend)):
+            while not asyncio.run(backend.is_healthy()):
                 for each in self.all:
                     if each.code is not None:
                         return f"engine {each.number} (pid {each.pid}) {ended(each.code)}"
@@ -174,8 +193,8 @@ class Backends:
         return None
 
     def alive(self) -> list[Backend]:
-        """Return those that run."""
-        return [each for each in self.all if each.code is None]
+        """Return those that run, and whose engine is not known to have ended."""
+        return [each for each in self.all if not each.dropped and each.code is None]
 
     def choose(self, prefixes: Sequence[int], tried: Collection[Backend] = ()) -> Backend | None:
         """Return the backend for a request; ``None`` if none is left that was not tried.
@@ -208,10 +227,10 @@ class Backends:
     def close(self) -> None:
         """End all processes."""
         for each in self.all:
-            if each.code is None:
-                each.end(_END)
+            each.terminate()
+        for each in self.all:
+            each.wait(_END)
         self._guard.end()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def ended(code: int) -> str:
@@ -229,10 +248,3 @@ def _prefixes(text: bytes) -> Iterator[int]:
     while length <= len(text):
         yield hash(text[:length])
         length *= 2
-
-
-async def _is_healthy(backend: Backend) -> bool:
-    with suppress(BackendError):
-        async with backend.ask("GET", "/health", ()) as answer:
-            return answer.status == 200
-    return False

@@ -189,7 +189,9 @@ async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> 
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        failure, _ = await asyncio.gather(*tasks, return_exceptions=True)
+    if isinstance(failure, Exception):
+        raise failure
 
 
 def _is_finite(value: Any) -> bool:

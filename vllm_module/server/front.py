@@ -35,6 +35,7 @@ _FOR_ALL = (
     "/pause", "/resume", "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     "/abort",
 )  # fmt: skip
+_TRIES = 2  # engines that a request is given to, one after the other
 _PROMPT = ("model", "system", "instructions", "tools", "messages", "prompt", "input")
 _FORWARDED = (b"authorization", b"content-type", b"x-api-key")
 
@@ -90,43 +91,58 @@ class _Forward:
             return
         headers = [each for each in scope["headers"] if each[0] in _FORWARDED]
         if self._path in _FOR_ALL or self._path == "/metrics":
-            work = self._by_all(backends, scope["method"], headers, body, send)
+            # To the end, also if the client goes away: engines should not differ.
+            await self._by_all(backends, scope["method"], headers, body, send)
         else:
             work = self._by_one(backends, scope["method"], headers, body, send)
-        await work_until_gone(work, receive)
+            await work_until_gone(work, receive)
 
     async def _by_one(
         self, backends: Backends, method: str, headers: Any, body: bytes, send: Send
     ) -> None:
-        """Give the request to one backend, and to others if that ends before it has answered."""
+        """Give the request to a backend, and to another if the first ends before it has answered.
+
+        Not to all in turn: the request may be what ends them.
+        """
         prefixes, tried = prefixes_of(_prompt(body)), set[Any]()
-        while (backend := backends.choose(prefixes, tried)) is not None:
+        while len(tried) < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
             tried.add(backend)
             with suppress(BackendError):
                 async with backend.ask(method, self._path, headers, body) as answer:
                     if _is_stream(answer):
                         await self._stream(answer, send)
-                    else:
-                        data = b"".join([piece async for piece in answer.body])
-                        await send_body(send, answer.status, answer.headers, data)
+                        return
+                    data = b"".join([piece async for piece in answer.body])
+                # Its process may outlive a rank of its engine.
+                if answer.status >= 500 and not await backend.is_healthy():
+                    backend.terminate()
+                    continue
+                await send_body(send, answer.status, answer.headers, data)
                 return
-        await self._refuse(send)
+        await self._refuse(backends, send)
 
     async def _stream(self, answer: BackendAnswer, send: Send) -> None:
-        """Pass events on; if the backend ends after the first one, an error is the last one."""
-        first = await anext(answer.body, b"")
+        """Pass whole events on; if the backend ends after the first one, the last is an error."""
         begin = {"type": "http.response.start", "status": 200, "headers": answer.headers}
-        await send(begin)
-        last = b""
+        begun, rest = False, b""
         try:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
             async for piece in answer.body:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                events, end, rest = (rest + piece).rpartition(b"\n\n")
+                if end and not begun:
+                    begun = True
+                    await send(begin)
+                if end:
+                    body = {"type": "http.response.body", "body": events + end, "more_body": True}
+                    await send(body)
         except BackendError:
+            if not begun:
+                raise
             told = self._kind.told(ApiError(500, "the engine of this request has ended"))
             name = f"event: {told['type']}\n" if "type" in told else ""
-            last = f"\n\n{name}data: {json.dumps(told)}\n\n".encode()
-        await send({"type": "http.response.body", "body": last})
+            rest = f"{name}data: {json.dumps(told)}\n\n".encode()
+        if not begun:
+            await send(begin)
+        await send({"type": "http.response.body", "body": rest})
 
     async def _by_all(
         self, backends: Backends, method: str, headers: Any, body: bytes, send: Send
@@ -134,16 +150,21 @@ class _Forward:
         """Give the request to all backends; answer as the first that refused, or the first."""
 
         async def whole(backend: Any) -> tuple[int, int, Any, bytes] | None:
-            with suppress(BackendError):
+            try:
                 async with backend.ask(method, self._path, headers, body) as answer:
                     data = b"".join([piece async for piece in answer.body])
                     return backend.number, answer.status, answer.headers, data
-            return None
+            except BackendError as error:
+                if backend not in backends.alive():  # the others are all
+                    return None
+                message = f"engine {backend.number} gave no answer, and others may have: {error}"
+                told = json.dumps(self._kind.told(ApiError(500, message))).encode()
+                return backend.number, 500, [(b"content-type", b"application/json")], told
 
         gathered = await asyncio.gather(*map(whole, backends.alive()))
         answers = [each for each in gathered if each is not None]
         if not answers:
-            await self._refuse(send)
+            await self._refuse(backends, send)
             return
         _, status, kept, data = max(answers, key=lambda each: each[1] >= 400)
         if self._path == "/metrics" and status == 200:
@@ -152,8 +173,12 @@ class _Forward:
             kept.append((b"content-length", b"%d" % len(data)))
         await send_body(send, status, kept, data)
 
-    async def _refuse(self, send: Send) -> None:
-        await send_json(send, 503, self._kind.told(_no_engine()))
+    async def _refuse(self, backends: Backends, send: Send) -> None:
+        error = _no_engine()
+        if backends.alive():
+            message = "the engine of this request has ended, or could not be reached: try again"
+            error = ApiError(503, message)
+        await send_json(send, error.status, self._kind.told(error))
 
 
 def _no_engine() -> ApiError:

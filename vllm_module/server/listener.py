@@ -65,15 +65,15 @@ class Address:
         return f"{scheme}://{host}:{listening.getsockname()[1]}"
 
 
-def _allow_files(connections: int) -> int:
-    """Let this process open a file for each connection; return how many there can be."""
-    wanted = connections + _OTHER_FILES
+def _allow_files(count: int) -> int:
+    """Let this process open so many files for connections; return how many it can."""
+    wanted = count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return min(connections, max(1, soft - _OTHER_FILES))
-    return connections
+        return min(count, max(1, soft - _OTHER_FILES))
+    return count
 
 
 def _answers(path: Path) -> bool:
@@ -89,6 +89,7 @@ class Listener:
         address: where to listen.
         limits: what clients may use; fewer connections if the system allows no more files.
         stop_seconds: how long running requests may take after :meth:`stop`; then they are ended.
+        files: open files that a connection needs.
 
     Attributes:
         url: the server's URL.
@@ -96,10 +97,16 @@ class Listener:
     """
 
     def __init__(
-        self, app: ASGIApp, address: Address, limits: Limits, stop_seconds: int = 30
+        self,
+        app: ASGIApp,
+        address: Address,
+        limits: Limits,
+        stop_seconds: int = 30,
+        files: int = 1,
     ) -> None:
         self._address = address
-        limits = replace(limits, connections=_allow_files(limits.connections))
+        connections = _allow_files(limits.connections * files) // files
+        limits = replace(limits, connections=max(1, connections))
         config = uvicorn.Config(
             app,
             # Not what else is installed: the limits are those of h11.

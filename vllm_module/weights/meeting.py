@@ -35,7 +35,8 @@ def init_weight_transfer(
     a world of its own, and an engine none.
 
     Args:
-        host, port: where rank 0 listens; all give the same.
+        host, port: where the others reach rank 0; all give the same. Rank 0 listens on all of its
+            addresses, and whoever reaches the port may take part: keep it in a network of yours.
         rank: this process's number in the group, from 0 on. One has each.
         world_size: number of processes, two or more.
         device: a CUDA device, the current one, to send by NCCL too (written, but not run).
@@ -45,12 +46,14 @@ def init_weight_transfer(
         ValueError: a number is out of range, another process has this rank, or expects another
             number of processes.
         OSError: rank 0 cannot listen there, as where the port is taken.
-        RankError: processes have not come in time; ``ranks`` has their numbers.
+        RankError: processes have not come in time, or rank 0 has ended; ``ranks`` names them.
 
     """
     for name, value, least in (("rank", rank, 0), ("world_size", world_size, 2), ("port", port, 1)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name} should be an integer from {least} on, got {shorten(value)}")
+    if port > 65535:
+        raise ValueError(f"port should be at most 65535, got {port}")
     if rank >= world_size:
         raise ValueError(f"rank should be below the world_size {world_size}, got {rank}")
     if not 0 < timeout < 1e8:
@@ -77,6 +80,21 @@ def _meet(
             f"correct the address ({reason})",
             [0],
         ) from None
+    try:
+        _check_in(store, where, rank, size, timeout)
+        return private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)
+    except RankError:
+        raise
+    except RuntimeError as error:  # of c10d
+        raise RankError(
+            f"the processes at {where} lost each other, because one ended or hangs: start all "
+            f"again ({str(error).partition(chr(10))[0]})",
+            [0] if rank else [],
+        ) from None
+
+
+def _check_in(store: Any, where: str, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait until all processes have come."""
     expected = store.compare_set("size", "", str(size)).decode()
     if expected != str(size):
         raise ValueError(
@@ -85,13 +103,16 @@ def _meet(
         )
     if store.add(f"come/{rank}", 1) > 1:
         raise ValueError(
-            f"another process has come to {where} as rank {rank}: give each a rank of its own"
+            f"another process has come to {where} as rank {rank}: give each a rank of its own. If "
+            "it was this one, before it ended, start all again"
         )
     store.set(f"here/{rank}", "")
     end = time.monotonic() + timeout.total_seconds()
     # Not store.wait, which prints warnings when the time is over.
     while absent := [each for each in range(size) if not store.check([f"here/{each}"])]:
         if time.monotonic() > end:
+            for key in (f"here/{rank}", f"come/{rank}"):  # it may come again
+                store.delete_key(key)
             names = ", ".join(map(str, absent))
             raise RankError(
                 f"rank{'s' * (len(absent) > 1)} {names} of {size} did not come to {where} within "
@@ -99,4 +120,3 @@ def _meet(
                 absent,
             )
         time.sleep(_POLL)
-    return private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)

@@ -27,6 +27,7 @@ from vllm_module.cli.options import (
     Options,
     PrecisionOptions,
     Source,
+    torch_device,
 )
 from vllm_module.cli.output import CommandError, announce, working
 from vllm_module.cli.ranks import is_first_rank, under_torchrun
@@ -41,6 +42,13 @@ if TYPE_CHECKING:
 
 # In the environment of one of several engines: the Unix socket that its server listens on.
 BACKEND = "VLLM_MODULE_BACKEND"
+# Without the current folder among those that modules are imported from, as "-m" would have it.
+_START = """
+import sys
+sys.path[:] = [each for each in sys.path if each]
+from vllm_module.cli import main
+sys.exit(main())
+"""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -234,7 +242,8 @@ def serve(
     if (path := os.environ.get(BACKEND)) is not None:
         server = replace(server, uds=Path(path), ssl_certfile=None, ssl_keyfile=None)
     elif server.data_parallel_size > 1:
-        _serve_by_several(source, server, context.find_root().obj)
+        of_engines = _devices(ranks, devices, server.data_parallel_size)
+        _serve_by_several(source, server, context.find_root().obj, of_engines)
         return
     with ExitStack() as stack:
         if is_first_rank():
@@ -282,7 +291,41 @@ def serve(
         listener.join()
 
 
-def _serve_by_several(source: str, options: ServerOptions, arguments: Sequence[str]) -> None:
+def _devices(
+    ranks: EngineRankOptions, devices: DeviceOptions, engines: int
+) -> list[dict[str, str]]:
+    """Return what the environment of each engine says of its devices: nothing, on a CPU."""
+    if devices.device == "cpu" or torch_device(devices.device).type == "cpu":
+        return [{} for _ in range(engines)]
+    if ":" in devices.device:
+        raise typer.BadParameter(
+            f"it is one device, and {engines} engines need their own: give cuda",
+            param_hint="--device",
+        )
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count()))
+    )
+    names, each = visible.split(","), (ranks.tp or 1) * ranks.pp
+    if len(names) < engines * each:
+        raise typer.BadParameter(
+            f"{engines} engines of {each} ranks need {engines * each} devices, and there are "
+            f"{len(names)}",
+            param_hint="--data-parallel-size",
+        )
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + each])}
+        for first in range(0, engines * each, each)
+    ]
+
+
+def _serve_by_several(
+    source: str,
+    options: ServerOptions,
+    arguments: Sequence[str],
+    environments: Sequence[dict[str, str]],
+) -> None:
     """Start a server of the same command for each engine, and pass requests on to them."""
     if under_torchrun():
         raise typer.BadParameter(
@@ -300,9 +343,8 @@ def _serve_by_several(source: str, options: ServerOptions, arguments: Sequence[s
     state = Front()
     with ExitStack() as stack:
         app = partial(front_application, state)
-        listener = stack.enter_context(_listening_with(app, options))
-        command = [sys.executable, "-m", "vllm_module.cli", *arguments]
-        backends = Backends(options.data_parallel_size, command, BACKEND)
+        listener = stack.enter_context(_listening_with(app, options, files=2))
+        backends = Backends([sys.executable, "-c", _START, *arguments], BACKEND, environments)
         stack.callback(backends.close)
         with working(f"loading {options.data_parallel_size} engines"):
             failed = backends.until_ready()
@@ -329,7 +371,7 @@ def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, 
 
 @contextmanager
 def _listening_with(
-    application: Callable[[Keys, Limits], Any], options: ServerOptions
+    application: Callable[[Keys, Limits], Any], options: ServerOptions, files: int = 1
 ) -> Iterator[Listener]:
     from vllm_module.server.connection import Limits
     from vllm_module.server.endpoint import Keys
@@ -352,7 +394,7 @@ def _listening_with(
     limits = Limits(options.max_body_mib << 20, options.max_connections)
     app = application(keys, limits)
     try:
-        listener = Listener(app, address, limits, options.stop_seconds)
+        listener = Listener(app, address, limits, options.stop_seconds, files)
     except OSError as error:
         where = options.uds or f"{options.host}:{options.port}"
         raise CommandError(
