@@ -16,8 +16,9 @@ import torch
 from vllm_module.base.waiting import at_most
 from vllm_module.distributed import pipe
 from vllm_module.distributed.pipe import StagePipe
-from vllm_module.runtime.ranks.in_flight import StepsInFlight, heard_ahead
-
+from vllm_module.errors import RankError
+from vllm_module.runtime.ranks import in_flight
+from vllm_module.runtime.ranks.in_flight import PipelineSteps, StepsInFlight, heard_ahead
 
 _PATIENCE = 20.0  # seconds
 
@@ -140,3 +141,19 @@ def test_only_steps_are_heard_of_while_a_message_is_carried_out() -> None:
             assert heard == done
     assert done == script
     assert expected == [at + 1 for at, name in enumerate(script) if name == "run"]
+
+
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_stages_of_other_models_are_refused(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage has loaded, but the second one perhaps another model."""
+    engine = PipelineSteps()
+    engine._timeout, engine._ranks = 1.0, SimpleNamespace(control=None)  # type: ignore
+    worker: Any = SimpleNamespace(kept="kept", described={"m": "a"})
+    loaded = "kept", {"m": other}
+    monkeypatch.setattr(in_flight, "together", lambda load, **_: [load(), loaded])
+    if other == "a":
+        engine._load_stage(lambda: worker)
+        assert worker.of_other_stages == ("kept", "kept")
+        return
+    with pytest.raises(RankError, match="differ"):
+        engine._load_stage(lambda: worker)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -333,6 +333,8 @@ def near_pages(least: int) -> st.SearchStrategy[int]:
     gap=st.integers(1, 9 * PAGE),
     count=st.integers(1, 60),
 )
+@example(offset=PAGE - 10, length=10, gap=1, count=1)
+@example(offset=PAGE, length=PAGE, gap=2 * PAGE, count=3)
 def test_ranges_cover_the_pages_touched_and_few_more(offset, length, gap, count) -> None:
     """They are in order and apart, and have at most an eighth more OS pages than segments touch."""
     run = ByteRun(offset, length, length + gap, count, cut=True)
