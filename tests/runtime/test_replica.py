@@ -315,6 +315,7 @@ def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:
                 llm.serve_weights(token=token)
         with llm.serve_weights() as one, llm.serve_weights() as other:
             assert one.token != other.token
+            assert one.tag() != other.tag()  # one may come after another, of other weights
 
 
 def test_a_token_has_eight_characters(serving: tuple[LLM, Any]) -> None:
