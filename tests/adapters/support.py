@@ -137,6 +137,8 @@ def small_model(family: str, folder: Path) -> Any:
     entries, _ = FAMILIES[family]
     config = AutoConfig.for_model(family, **(entries if family == "gpt2" else _SIZES | entries))
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    for parameter in model.parameters():  # the sum of -0.0 and 0.0 is 0.0: adding nothing is seen
+        parameter.data.view(-1)[0] = -0.0
     model.save_pretrained(folder)
     return model
 

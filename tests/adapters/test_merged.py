@@ -99,6 +99,18 @@ def test_16_bits(
     assert_same(got, want)
 
 
+def test_a_layer_that_is_named_by_its_parameter(
+    tuned: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """PEFT rounds what it adds to it first, and what it adds to a module together with the sum."""
+    model = AutoModelForCausalLM.from_pretrained(tuned("qwen3").base, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    names = {"target_modules": ["q_proj"], "target_parameters": ["o_proj.weight"]}
+    adapt(model, tmp_path / "adapter", **names)
+    got = merged(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_same(got, as_peft(tmp_path / "base", tmp_path / "adapter", tmp_path / "peft"))
+
+
 def tied_llama(folder: Path) -> Any:
     torch.manual_seed(1)
     entries = SUPPORT["_SIZES"] | {"tie_word_embeddings": True}

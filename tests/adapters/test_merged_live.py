@@ -32,12 +32,13 @@ def tokens(llm: LLM, adapter: str | None = None) -> list[int]:
 
 
 def ranks_of(family: str) -> dict[str, Any]:
-    """Return settings of two ranks for four families: experts apart for one, layers for another."""
+    """Return settings of two ranks for five families: experts apart for one, layers for another."""
     return {
         "llama": {"tensor_parallel_size": 2},
         "mixtral": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
         "gpt_oss": {"tensor_parallel_size": 2},
-        "qwen3": {"pipeline_parallel_size": 2},
+        "qwen3": {"pipeline_parallel_size": 2},  # one stage has no A and B, and the other has
+        "phi3": {"pipeline_parallel_size": 2},
     }.get(family, {})
 
 

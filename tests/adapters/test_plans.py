@@ -138,3 +138,7 @@ def test_nothing_is_kept(tuned: Callable[[str], Any]) -> None:
     for alpha in range(1, 40):
         plans.load(config.model_copy(update={"lora_alpha": alpha}), weights)
     assert len(plans._kept) == 8
+    with patch.object(Adapter, "__init__", autospec=True, side_effect=Adapter.__init__) as made:
+        for alpha, count in ((39, 0), (32, 0), (31, 1), (32, 1), (35, 1), (33, 2)):
+            plans.load(config.model_copy(update={"lora_alpha": alpha}), weights)
+            assert made.call_count == count  # those used longest ago went first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import runpy
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.linear import LinearBase
 from vllm_module.layers.lora import LayerAdapters
-from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.lora_rows import AdapterRows, Places
 from vllm_module.layers.lora_slots import AdapterSlots, SlotMemory, SlotRows
 from vllm_module.layers.low_rank import LowRank, LowRankPart
 
@@ -297,6 +298,47 @@ def test_nothing_of_an_adapter_is_held_once_it_is_forgotten() -> None:
     held = weakref.ref(layer._together.a)
     layer.forget(0)
     assert held() is None
+
+
+def test_rows_of_no_expert_get_nothing() -> None:
+    """Rows of other ranks' experts come last, and belong to no slot's expert."""
+    generator = torch.Generator().manual_seed(0)
+    held = {}
+    for number in range(2):
+        a = torch.randn(2, 3, INPUTS, generator=generator)
+        b = torch.randn(2, 4, 3, generator=generator)
+        held[number] = LowRank(a, b, (LowRankPart(slice(0, 3), slice(0, 4), 2.0),), (4,))
+    slots = AdapterSlots(2)
+    memory = slots.memory_for(None, held, held[0])
+    at = slots.place(held)
+    x, offsets = torch.randn(6, INPUTS, generator=generator), torch.tensor([0, 2, 4])
+    for own in range(2):
+        y = torch.ones(6, 4)
+        of_rows = torch.full((6,), at[own], dtype=torch.int32)
+        memory.add_experts(x, None, of_rows, offsets.int(), y)
+        for row in range(6):
+            want = torch.ones(4)
+            if row < 4:
+                weights = held[own]
+                want += 2.0 * weights.b[row // 2] @ weights.a[row // 2] @ x[row]
+            torch.testing.assert_close(y[row], want)
+
+
+@pytest.mark.parametrize("owners", [*product((-1, 0, 1, 2), repeat=4)], ids=str)
+def test_each_row_has_one_place_among_those_of_its_adapter(owners: tuple[int, ...]) -> None:
+    """Adapters have unequal numbers of rows, in any order; rows of the base have no place."""
+    numbers = sorted({*owners} - {-1})
+    if not numbers:
+        return
+    of = [torch.tensor([row for row, own in enumerate(owners) if own == n]) for n in numbers]
+    places = Places.of(of, len(owners), torch.device("cpu"))
+    most = max(map(len, of))
+    for row, own in enumerate(owners):
+        place = int(places.inverse[row])
+        if own < 0:
+            assert place == len(places.rows)
+        else:
+            assert (int(places.rows[place]), numbers[place // most]) == (row, own)
 
 
 def test_experts_add_for_the_rows_of_each_step() -> None:

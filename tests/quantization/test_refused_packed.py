@@ -23,6 +23,8 @@ from vllm_module.errors import (
     WeightLoadError,
     WeightReadError,
 )
+from vllm_module.quantization.packed import GPTQ as GPTQ_FORMAT
+from vllm_module.quantization.packed import PackedMethod
 
 _HERE = Path(__file__).parent
 packing = SimpleNamespace(**runpy.run_path(str(_HERE / "packing.py")))
@@ -133,6 +135,21 @@ def zeros(tensors: dict[str, torch.Tensor]) -> None:
 def empty_group(tensors: dict[str, torch.Tensor]) -> None:
     groups = tensors[f"{DOWN}.g_idx"]
     groups[groups == 2] = 1
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 48, 127, 128])
+def test_the_last_group_has_what_is_left(size: int) -> None:
+    """Groups are those of AutoGPTQ's ``i // group_size``, in any order; the nearest are refused."""
+    method = PackedMethod(GPTQ_FORMAT, 4, size, act_order=True)
+    layer = SimpleNamespace(experts=None)
+    groups = (torch.arange(128) // size).int()[torch.randperm(128)]
+    method._count_groups(layer, groups, size)  # type: ignore[arg-type]
+    last = int(groups.max())
+    for group, other in {(0, last), (last, 0)} - {(0, 0)}:
+        wrong = groups.clone()
+        wrong[int((groups == group).nonzero()[0])] = other
+        with pytest.raises(WeightReadError, match="g_idx has"):
+            method._count_groups(layer, wrong, size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

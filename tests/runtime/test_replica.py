@@ -152,13 +152,29 @@ def test_a_rank_asks_for_what_it_keeps(folders: dict[str, Path], serving: tuple[
         assert checkpoint.bytes_read - before == part.nbytes
 
 
-def test_an_update_in_the_middle_ends_the_load(folders: dict[str, Path]) -> None:
+def test_a_rank_sends_no_more_than_what_is_asked_for(folders: dict[str, Path]) -> None:
+    """Pickle sends all of a tensor's memory: a row of a parameter has a memory of its own."""
+    for kind in ("llama", "gpt2"):  # gpt2's are transposed
+        model = get_model(
+            model_config=ModelConfig(model=str(folders[kind]), dtype="float32"),
+            device_config=DeviceConfig(device="cpu"),
+        )
+        for name in load_file(folders[kind] / "model.safetensors"):
+            if name in model.expected_weights():
+                for _, _, part in held_file._take(model, name, 0, 1, copy=True):
+                    assert part.untyped_storage().nbytes() == part.nbytes, name
+
+
+@pytest.mark.parametrize("version", [None, "0"], ids=["counted", "the same name"])
+def test_an_update_in_the_middle_ends_the_load(
+    folders: dict[str, Path], version: str | None
+) -> None:
     """No mixture of versions is loaded: the reader says that the file has changed."""
     with engine(folders["llama"]) as llm, llm.serve_weights(token=TOKEN) as server:
         with opened(server.url) as checkpoint:
             name = "model.norm.weight"
             first = checkpoint[name].read()
-            llm.update_weights({name: torch.full_like(first, 2.0)})
+            llm.update_weights({name: torch.full_like(first, 2.0)}, weight_version=version)
             with pytest.raises(Exception, match="changed"):
                 checkpoint["model.embed_tokens.weight"].read()
         assert (loaded(server.url)[name] == 2).all()
@@ -184,11 +200,12 @@ def test_an_answer_across_an_update_is_cut_off(
         whole = b"".join(server.pieces("model.safetensors", 0, end, server.tag()))
         assert len(whole) == end
         count = sum(1 for _ in server.pieces("model.safetensors", 0, end, server.tag()))
-        for taken in (1, count // 2, count - 1):
+        # The last version has the name of the one before.
+        for taken, version in ((1, None), (count // 2, "a"), (count - 1, None), (count - 1, "a+1")):
             pieces = server.pieces("model.safetensors", 0, end, server.tag())
             for _ in range(taken):
                 next(pieces)
-            llm.update_weights({name: torch.full((32,), 2.0 + taken)})
+            llm.update_weights({name: torch.full((32,), 2.0 + taken)}, weight_version=version)
             with pytest.raises(ConnectionError, match="have changed"):
                 list(pieces)
         broken = iter([(name, torch.ones(32)), (name, torch.ones(32))])
@@ -233,7 +250,16 @@ def test_without_the_token_there_is_nothing(
             urllib.request.urlopen(request)
         with missing.value as answer:
             assert answer.code == 404
-    for wanted in ("bytes=5-2", "bytes=-5", "bytes=99999999999999-", "lines=1-2", "bytes=0-1,3-4"):
+    size = server.size_of("config.json")
+    last = urllib.request.Request(
+        f"{address}/config.json",
+        headers={"Authorization": f"Bearer {TOKEN}", "Range": f"bytes={size - 1}-{size + 8}"},
+    )
+    with urllib.request.urlopen(last) as answer:  # RFC 9110, section 14.4: cut to what is there
+        assert answer.headers["Content-Range"] == f"bytes {size - 1}-{size - 1}/{size}"
+        assert answer.read() == b"\n"
+    odd = "bytes=5-2", "bytes=-5", "bytes=99999999999999-", "lines=1-2", "bytes=0-1,3-4"
+    for wanted in (*odd, f"bytes={size}-{size}"):
         headers = {"Authorization": f"Bearer {TOKEN}", "Range": wanted}
         request = urllib.request.Request(f"{address}/config.json", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as unsatisfied:
@@ -289,6 +315,7 @@ def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:
                 llm.serve_weights(token=token)
         with llm.serve_weights() as one, llm.serve_weights() as other:
             assert one.token != other.token
+            assert one.tag() != other.tag()  # one may come after another, of other weights
 
 
 def test_a_token_has_eight_characters(serving: tuple[LLM, Any]) -> None:

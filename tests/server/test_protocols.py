@@ -265,6 +265,11 @@ def test_calls_and_outputs_in_responses(served: Any) -> None:
     (item,) = answer["output"]
     assert (item["type"], json.loads(item["arguments"])) == ("function_call", {"city": "Rome"})
     assert answer["tools"] == [tool]
+    events = events_of(served, "/v1/responses", body)
+    items = [event["item"] for event in events if "item" in event]
+    items += events[-1]["response"]["output"]
+    assert len(items) == 3  # begun, done, and in the whole: clients answer to the id of any
+    assert len({item["call_id"] for item in items}) == 1
     wanted = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     answer = served.ask("POST", "/v1/responses", {"model": MODEL, "input": "x", "text": wanted})[1]
     assert json.loads(answer["output"][0]["content"][0]["text"]) == {"city": "Rome"}

@@ -129,6 +129,20 @@ def test_each_choice_has_its_own_form(
     assert reasons == {i: "tool_calls" if i in calling else "stop" for i in range(3)}
 
 
+def test_a_limit_after_a_call_is_the_reason(server: Any) -> None:
+    """A message that was cut off is told as that in each protocol, though it has a call."""
+    body = {"tools": [WEATHER], "max_tokens": len(CALL) + 3, **written(f"{CALL}and no end")}
+    (choice,) = create(server, **body).choices
+    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("length", 1)
+    function = WEATHER["function"]
+    body |= {"model": "tiny", "messages": MESSAGES, **body.pop("extra_body")}
+    body["tools"] = [{"name": function["name"], "input_schema": function["parameters"]}]
+    status, answer = server.ask("POST", "/v1/messages", body)
+    kinds = [block["type"] for block in answer["content"]]
+    assert (status, kinds) == (200, ["tool_use", "text"])
+    assert answer["stop_reason"] == "max_tokens"
+
+
 def test_without_tools_a_call_is_text(server: Any) -> None:
     """Text that looks like a call stays text if there are no tools, or none may be called."""
     for others in ({}, {"tools": [WEATHER], "tool_choice": "none"}):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -320,13 +320,21 @@ def test_a_whole_tensor_is_left_to_the_kernels_read_ahead(path, tensors, monkeyp
         assert torch.equal(shard(checkpoint["whole"], 0).read(), shard(tensors["whole"], 0))
 
 
+def near_pages(least: int) -> st.SearchStrategy[int]:
+    """Return bytes up to three OS pages, often those at an edge of one."""
+    edges = st.builds(lambda page, more: page * PAGE + more, st.integers(1, 3), st.integers(-1, 1))
+    return st.integers(least, 3 * PAGE) | edges
+
+
 @settings(deadline=None)  # torch's first call takes long on a busy machine
 @given(
-    offset=st.integers(0, 3 * PAGE),
-    length=st.integers(1, 3 * PAGE),
+    offset=near_pages(0),
+    length=near_pages(1),
     gap=st.integers(1, 9 * PAGE),
     count=st.integers(1, 60),
 )
+@example(offset=PAGE - 10, length=10, gap=1, count=1)
+@example(offset=PAGE, length=PAGE, gap=2 * PAGE, count=3)
 def test_ranges_cover_the_pages_touched_and_few_more(offset, length, gap, count) -> None:
     """They are in order and apart, and have at most an eighth more OS pages than segments touch."""
     run = ByteRun(offset, length, length + gap, count, cut=True)
@@ -340,17 +348,21 @@ def test_ranges_cover_the_pages_touched_and_few_more(offset, length, gap, count)
         read += range(begin // PAGE, end // PAGE)
     assert read == sorted(set(read))
     assert touched <= set(read)
+    assert (read[0], read[-1]) == (min(touched), max(touched))
     assert len(read) <= len(touched) * (1 + cut_rows._SHARE_OF_GAPS)
     starts = [begin for begin, _ in run.pages()]
     assert not set(starts) & {end for _, end in run.pages()}
 
 
 @settings(deadline=None)
-@given(count=st.integers(1, 40), span=st.integers(1, 400), length=st.integers(1, 20))
-def test_windows_of_a_run_are_the_run(count, span, length) -> None:
-    run = ByteRun(7, length, length + 5, count, cut=True)
+@given(
+    count=st.integers(1, 40), span=st.integers(1, 400), length=st.integers(1, 20), cut=st.booleans()
+)
+def test_windows_of_a_run_are_the_run(count, span, length, cut) -> None:
+    run = ByteRun(7, length, length + 5, count, cut)
     segments = []
     for window, address in run.windows(span, 1000):
+        assert (window.length, window.stride, window.cut) == (length, length + 5, cut)
         assert window.count == 1 or window.count * window.stride <= span
         segments += [
             (window.offset + i * window.stride, address + i * length) for i in range(window.count)

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -71,7 +72,7 @@ class WeightServer:
             for path in sorted(folder.iterdir())
             if is_small(path.name) and path.is_file() and not path.name.endswith(_OF_FILES)
         }
-        self._closed = False
+        self._closed, self._own = False, secrets.token_hex()
         handler = type("Handler", (_Handler,), {"weights": self})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = type("Server", (_Server,), {"address_family": family})
@@ -102,8 +103,12 @@ class WeightServer:
         return None if data is None else len(data)
 
     def tag(self) -> str:
-        """Return the version, as an entity tag."""
-        return '"' + hashlib.sha256(self._engine.weight_version.encode()).hexdigest()[:32] + '"'
+        """Return the version, as an entity tag. An update may give the name that was there before.
+
+        A server that comes after another on one address may serve other weights of that name, too.
+        """
+        version = f"{self._own} {self._engine.weight_changes} {self._engine.weight_version}"
+        return '"' + hashlib.sha256(version.encode()).hexdigest()[:32] + '"'
 
     def pieces(self, name: str, begin: int, end: int, tag: str) -> Iterator[bytes | memoryview]:
         """Yield bytes of a file, that of the weights in pieces.
@@ -132,8 +137,6 @@ class WeightServer:
                 break
             yield part
         with self._engine.weights_lock:
-            if self._engine.weight_changes != changes:
-                raise ConnectionError(_CHANGED)
             data = self._checked(last, end, tag)
         yield data
 
