@@ -212,7 +212,8 @@ def test_scores_are_made_as_config_json_says(entries: dict[str, Any], function: 
 def test_metrics_have_the_names_and_kinds_of_vllm() -> None:
     """Each sum is under its own name, https://docs.vllm.ai/en/latest/usage/metrics.html."""
     totals = Totals(1, 2, 3, 4, {"stop": 5, "length": 6})
-    found = engine_metrics(totals, {"model_name": "m"}, {}, num_requests_running=7.0)
+    found = engine_metrics(totals, {"model_name": "m"}, {"block_size": 8}, num_requests_running=7.0)
+    assert found[-1].labels.pop("block_size") == "8"
     named = {
         (metric.name, metric.labels.pop("finished_reason", None)): metric.value  # type: ignore[attr-defined]
         for metric in found
@@ -226,9 +227,10 @@ def test_metrics_have_the_names_and_kinds_of_vllm() -> None:
         ("vllm:request_success", "stop"): 5,
         ("vllm:request_success", "length"): 6,
         ("vllm:num_requests_running", None): 7.0,
+        ("vllm:cache_config_info", None): 1,
     }
     assert all(metric.labels == {"model_name": "m"} for metric in found)
-    assert [type(metric).__name__ for metric in found] == ["Counter"] * 7 + ["Gauge"]
+    assert [type(metric).__name__ for metric in found] == ["Counter"] * 7 + ["Gauge"] * 2
     stats = RequestStateStats(queued_ts=2.0)
     for now in (5.0, 6.5, 9.0):
         stats.add_token(now)

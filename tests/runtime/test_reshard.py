@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,8 @@ def test_a_failure_leaves_the_engine_as_it_was(
 
         def killing(*arguments: Any) -> Any:
             if started and started[0]._connections:  # all have begun
-                os.kill(started[0]._processes[1].pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended before
+                    os.kill(started[0]._processes[1].pid, signal.SIGKILL)
             return pieces(*arguments)
 
         with monkeypatch.context() as patch, goes_on(llm):
