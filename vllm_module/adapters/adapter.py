@@ -71,8 +71,11 @@ class LoRALayer(AdapterModule):
         is_parameter: these are names of parameters, which have no module of their own.
         is_embedding: the layer is an embedding: A has a column for each token.
         absent: slots that the adapter has neither A nor B for.
+        places: where the others are, and where all end, as in :class:`LowRank`.
 
     """
+
+    places: tuple[tuple[LowRankPart, ...], tuple[int, ...]]
 
     def __init__(self, node: Node, config: AdapterConfig, *, together: bool) -> None:
         base = cast(Adaptable, node.module)
@@ -113,6 +116,10 @@ class LoRALayer(AdapterModule):
 
     def low_rank(self) -> LowRank:
         """Return what the layer computes with, without the slots that are absent."""
+        return LowRank(self.lora_A.data, self.lora_B.data, *self.places)
+
+    def find_places(self) -> None:
+        """Find where the slots are that are not absent: once for all adapters that are alike."""
         a, b = self.lora_A, self.lora_B
         experts = a.experts is not None
         ranks, outputs = a.shards[experts], b.shards[experts]
@@ -136,7 +143,7 @@ class LoRALayer(AdapterModule):
                         )
                     )
         ends = [each.offset + each.padded for each in outputs]
-        return LowRank(a.data, b.data, tuple(parts), tuple(ends if len(ranks) > 1 else ends[-1:]))
+        self.places = tuple(parts), tuple(ends if len(ranks) > 1 else ends[-1:])
 
     def _scale(self, slots: Sequence[str], rank: int) -> float:
         """Return the factor that these slots share."""
@@ -297,7 +304,9 @@ class Adapter(AdapterModule):
             present = filled.get(layer, set())
             needed = {slot for slot, name in layer.modules_of.items() if self._targets(layer, name)}
             layer.absent = frozenset(layer.modules_of) - present - needed
-            if not present and not needed:
+            if present or needed:
+                layer.find_places()
+            else:
                 layer._parameters.clear()
         if not elsewhere and not any(self.layers()):
             raise WeightLoadError(

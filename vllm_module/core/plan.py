@@ -114,10 +114,11 @@ class LoadPlan(Summarized):
         """
         plan = self._copied(lambda tensor: tensor)
         for module in plan.module.modules():
-            # A copy has what the other one has, until it is replaced.
-            module._buffers, module._forward_pre_hooks = {**module._buffers}, OrderedDict()
-            if "load_state" in module.__dict__:
-                module.__dict__["load_state"] = LoadState(state_of(module).device)
+            # A copy has what the other one has, until it is replaced; setattr would take time.
+            own = module.__dict__
+            own["_buffers"], own["_forward_pre_hooks"] = {**own["_buffers"]}, OrderedDict()
+            if "load_state" in own:
+                own["load_state"] = LoadState(state_of(module).device)
         unexpected, misshapen = [*self.report.unexpected], [*self.report.misshapen]  # a run adds
         return replace(
             plan,
