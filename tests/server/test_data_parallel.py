@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -78,11 +78,16 @@ class Replicated(NamedTuple):
 
     def engines(self) -> list[int]:
         """Return the process ids of the engines."""
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid), "-f", "data-parallel-size"],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        return sorted(map(int, found.stdout.split()))
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if (
+                    parent == self.process.pid
+                    and b"data-parallel-size" in (path / "cmdline").read_bytes()
+                ):
+                    found.append(int(path.name))
+        return sorted(found)
 
 
 @contextmanager
