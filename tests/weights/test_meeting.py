@@ -98,6 +98,47 @@ def test_who_is_one_too_many_is_refused() -> None:
         assert isinstance(found, dist.ProcessGroup), found
 
 
+def test_a_process_may_come_again() -> None:
+    """One whose time was over, and who comes again, is no other process."""
+    port, over = free_port(), threading.Event()
+
+    def again() -> Any:
+        try:
+            until_listens(port)
+            with pytest.raises(RankError, match="rank 2 of 3 did not come"):
+                init_weight_transfer("127.0.0.1", port, 1, 3, timeout=0.5)
+        finally:
+            over.set()
+        return init_weight_transfer("127.0.0.1", port, 1, 3)
+
+    def late() -> Any:
+        over.wait()
+        return init_weight_transfer("127.0.0.1", port, 2, 3)
+
+    calls = [lambda: init_weight_transfer("127.0.0.1", port, 0, 3), again, late]
+    for found in together(*calls):
+        assert isinstance(found, dist.ProcessGroup), found
+
+
+def test_who_waits_learns_that_rank_0_gave_up() -> None:
+    """At once, and not when its own time is over; though the error of rank 0 is kept."""
+    port = free_port()
+
+    def waits() -> Any:
+        until_listens(port)
+        return init_weight_transfer("127.0.0.1", port, 1, 3, timeout=1000)
+
+    first, second = together(
+        lambda: init_weight_transfer("127.0.0.1", port, 0, 3, timeout=3.0), waits
+    )
+    assert isinstance(first, RankError)
+    assert isinstance(second, RankError)
+    assert first.ranks == (2,)
+    assert "rank 0 at 127.0.0.1" in str(second)
+    assert "given up before all had come (not there until then: 2)" in str(second)
+    assert second.ranks == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

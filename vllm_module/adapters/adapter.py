@@ -247,7 +247,8 @@ class Adapter(AdapterModule):
         # One pass, and padding is zero. Torch starts threads for longer sums, which take a
         # millisecond each where the cores are busy.
         parts = chain.from_iterable(
-            torch.split(each.data.view(-1), _FEW) for each in self.parameters()
+            torch.split(each.data.view(-1), _FEW) if each.numel() > _FEW else (each.data,)
+            for each in self.parameters()
         )
         if all(math.isfinite(part.sum().item()) for part in parts):
             return

@@ -83,14 +83,18 @@ def _meet(
     try:
         _check_in(store, where, rank, size, timeout)
         return private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)
-    except RankError:
-        raise
-    except RuntimeError as error:  # of c10d
+    except BaseException as error:
+        # Rank 0 listens as long as there is its store, which frames of a kept error would hold:
+        # the others would wait for it until their own time is over.
+        failure: BaseException = error.with_traceback(None)
+    del store
+    if isinstance(failure, RuntimeError) and not isinstance(failure, RankError):  # of c10d
         raise RankError(
             f"the processes at {where} lost each other, because one ended or hangs: start all "
-            f"again ({str(error).partition(chr(10))[0]})",
+            f"again ({str(failure).partition(chr(10))[0]})",
             [0] if rank else [],
-        ) from None
+        )
+    raise failure
 
 
 def _check_in(store: Any, where: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -108,8 +112,18 @@ def _check_in(store: Any, where: str, rank: int, size: int, timeout: timedelta) 
         )
     store.set(f"here/{rank}", "")
     end = time.monotonic() + timeout.total_seconds()
-    # Not store.wait, which prints warnings when the time is over.
-    while absent := [each for each in range(size) if not store.check([f"here/{each}"])]:
+    absent = [*range(size)]
+    while True:
+        try:  # not store.wait, which prints warnings when the time is over
+            absent = [each for each in range(size) if not store.check([f"here/{each}"])]
+        except RuntimeError:  # of c10d
+            raise RankError(
+                f"rank 0 at {where} has ended or given up before all had come (not there until "
+                f"then: {', '.join(map(str, absent))}): start all again",
+                {0, *absent},
+            ) from None
+        if not absent:
+            return
         if time.monotonic() > end:
             for key in (f"here/{rank}", f"come/{rank}"):  # it may come again
                 store.delete_key(key)

@@ -45,7 +45,8 @@ def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
 class Readers:
     """Threads that read weights, beside the calling one, while a ``with`` block lasts.
 
-    They start when the first batch is queued, and all have ended when the block ends.
+    They start when more batches wait than the queue holds, so that a few megabytes are read without
+    the cost of a thread, and all have ended when the block ends.
 
     Attributes:
         stopped: True if reading failed; then nothing more can be read.
@@ -132,6 +133,14 @@ class Readers:
         """Queue a batch for the threads or, if the queue is full, read it in this thread."""
         self._raise_error()
         self._queued = True
+        if self._queue.full():
+            self._start_threads()
+        try:
+            self._queue.put_nowait(batch)
+        except Full:
+            self._read_batch(batch)
+
+    def _start_threads(self) -> None:
         while len(self._threads) < self._most_threads:
             thread = Thread(target=self._work, name="weight-reader", daemon=True)
             try:
@@ -140,10 +149,6 @@ class Readers:
                 self._most_threads = len(self._threads)
                 break
             self._threads.append(thread)
-        try:
-            self._queue.put_nowait(batch)
-        except Full:
-            self._read_batch(batch)
 
     def _empty_queue(self) -> None:
         """Read queued batches in this thread or, once stopped, drop them."""
