@@ -27,7 +27,13 @@ import torch
 from vllm_module import LLM, SamplingParams
 from vllm_module.cli import main
 from vllm_module.cli.options import DeviceOptions, EngineRankOptions, UsageError
-from vllm_module.server.backends import BackendAnswer, BackendError, Backends, prefixes_of
+from vllm_module.server.backends import (
+    DEAD,
+    BackendAnswer,
+    BackendError,
+    Backends,
+    prefixes_of,
+)
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import Keys
 from vllm_module.server.errors import ApiError
@@ -91,7 +97,7 @@ class Replicated(NamedTuple):
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Replicated]:
+def starting(folder: Path) -> Iterator[Replicated]:
     port = SUPPORT["free_port"]()
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_module.cli", "serve", str(folder), "--port", str(port),
@@ -99,21 +105,26 @@ def serving(folder: Path) -> Iterator[Replicated]:
         stderr=subprocess.PIPE, text=True,
         env=os.environ | {"VLLM_MODULE_API_KEY": KEY, "VLLM_MODULE_ADMIN_KEY": ADMIN},
     )  # fmt: skip
-    server = Replicated(process, f"http://127.0.0.1:{port}")
     try:
+        yield Replicated(process, f"http://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Replicated]:
+    with starting(folder) as server:
         seen = set()
 
         def is_up() -> bool:
-            assert process.poll() is None
+            assert server.process.poll() is None
             seen.add(server.status("/health"))
             return 200 in seen
 
         SUPPORT["wait_until"](is_up, "the server answers")
         assert 503 in seen, "while it is loading"
         yield server
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +231,23 @@ def test_engines_end_with_a_server_that_is_killed(folder: Path, until: Until) ->
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
+def test_a_server_is_told_to_end_while_its_engines_load(folder: Path, until: Until) -> None:
+    """It ends them first, so that they leave no folders behind."""
+    with starting(folder) as server:
+        until(lambda: len(server.engines()) == 2)
+        engines = server.engines()
+        server.process.terminate()
+        assert server.process.wait() == 0
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--admin-key"])
+def test_an_empty_key_is_refused(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A request without a key would have it."""
+    assert main(["serve", "nowhere", option, "", option, "other"]) == 2
+    assert "a key is empty" in capfd.readouterr().err
+
+
 def test_what_is_refused(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -294,10 +322,10 @@ class Stub:
 
         yield BackendAnswer(self.status, [(b"content-type", self.kind)], body())
 
-    async def is_healthy(self) -> bool:
-        return self.status == 200
+    async def health(self) -> str:
+        return "ok" if self.status == 200 else DEAD
 
-    def terminate(self) -> None:
+    def end(self) -> None:
         self.dropped = True
 
 
@@ -333,9 +361,22 @@ def test_an_engine_whose_rank_has_ended_gets_no_more_requests() -> None:
         assert answered("/v1/completions", lives, dead) == (200, b"{}")
     assert (dead.asked, dead.dropped, lives.asked) == (1, True, 3)
     failed = Stub(500, b"of one request")
-    failed.is_healthy = lambda: asyncio.sleep(0, True)  # type: ignore[method-assign]
-    assert answered("/v1/completions", failed) == (500, b"of one request")
-    assert not failed.dropped
+    for health in ("ok", "", "engine_overloaded"):  # without an answer, nothing is known
+        failed.health = lambda: asyncio.sleep(0, health)  # type: ignore[method-assign] # noqa: B023
+        assert answered("/v1/completions", failed) == (500, b"of one request")
+        assert not failed.dropped
+
+
+def test_a_request_goes_where_there_is_room() -> None:
+    """Only if no engine has room, the refusal of one is the answer."""
+    full = [Stub(503, b"full") for _ in range(3)]
+    for each in full:
+        each.health = lambda: asyncio.sleep(0, "ok")  # type: ignore[method-assign]
+    room = Stub(200, b"{}")
+    for _ in range(3):
+        assert answered("/v1/completions", *full, room) == (200, b"{}")
+    assert answered("/v1/completions", *full) == (503, b"full")
+    assert not any(each.dropped for each in full)
 
 
 def test_a_request_ends_two_engines_at_most() -> None:

@@ -90,7 +90,7 @@ def interruptibly(call: Callable[[], T], ended: threading.Event | None = None) -
         if ended is not None and ended.is_set():
             raise WaitLimitError("what was waited for was given up")
     if errors:
-        raise errors[0]
+        raise errors.pop()  # else the error would hold itself, by the frames that it has
     return results[0]
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import NamedTuple
 
 import h11
 
 from vllm_module.runtime.ranks.guard import Guard
 from vllm_module.weights.written_folder import new_folder
+
+DEAD = "engine_dead"
+"""The code of the error of a server whose engine has ended."""
 
 _MOST_PREFIXES = 1 << 16
 _SLACK = 4  # requests that a backend may have beside twice those of the one with the fewest
@@ -118,17 +122,23 @@ class Backend:
             if writer is not None:
                 writer.close()
 
-    async def is_healthy(self) -> bool:
-        """Ask whether its engine lives."""
-        with suppress(BackendError):
+    async def health(self) -> str:
+        """Return "ok", the code of the error that /health answers, or nothing without an answer."""
+        with suppress(BackendError, ValueError):
             async with self.ask("GET", "/health", ()) as answer:
-                return answer.status == 200
-        return False
+                data = b"".join([piece async for piece in answer.body])
+                return "ok" if answer.status == 200 else str(json.loads(data)["error"]["code"])
+        return ""
 
     def terminate(self) -> None:
         """Tell the process to end."""
         self.dropped = True
         self._process.terminate()
+
+    def end(self) -> None:
+        """Tell the process to end, and see to it, while the server goes on."""
+        self.terminate()
+        Thread(target=self.wait, args=(_END,), name="ending", daemon=True).start()
 
     def wait(self, seconds: float) -> None:
         """Wait until the process has ended; end it by force after so many seconds."""
@@ -175,21 +185,28 @@ class Backends:
         self._turn = 0
         self.all: list[Backend] = []
         cores, count = sorted(os.sched_getaffinity(0)), len(environments)
-        for number, environment in enumerate(environments):
-            own = {*cores[number::count]} if len(cores) >= count else set[int]()
-            path = folder / f"{number}.socket"
-            backend = Backend(number, path, command, {**environment, variable: str(path)}, own)
-            self._guard.add(backend.pid)
-            self.all.append(backend)
+        try:
+            for number, environment in enumerate(environments):
+                own = {*cores[number::count]} if len(cores) >= count else set[int]()
+                path = folder / f"{number}.socket"
+                backend = Backend(number, path, command, {**environment, variable: str(path)}, own)
+                self.all.append(backend)
+                self._guard.add(backend.pid)
+        except BaseException:  # such as Ctrl-C
+            self.close()
+            raise
 
-    def until_ready(self) -> str | None:
-        """Wait until all answer that they are healthy; return how one ended before, if it did."""
+    def until_ready(self, stopped: Event) -> str | None:
+        """Wait until all answer that they are healthy, or for ``stopped``.
+
+        Returns how one ended before, if it did.
+        """
         for backend in self.all:
-            while not asyncio.run(backend.is_healthy()):
+            while not stopped.is_set() and asyncio.run(backend.health()) != "ok":
                 for each in self.all:
                     if each.code is not None:
                         return f"engine {each.number} (pid {each.pid}) {ended(each.code)}"
-                time.sleep(_POLL)
+                stopped.wait(_POLL)
         return None
 
     def alive(self) -> list[Backend]:

@@ -31,9 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 class Keys:
-    """The keys of a server, of which only digests are kept; they are compared in constant time."""
+    """The keys of a server, of which only digests are kept; they are compared in constant time.
+
+    Raises ``ValueError`` for an empty key, which a request without one would have.
+    """
 
     def __init__(self, api: Collection[str], admin: Collection[str]) -> None:
+        if not all((*api, *admin)):
+            raise ValueError("a key is empty, as where a variable of the shell is not set")
         self._admin = [_digest(key.encode()) for key in admin]
         self._api = [_digest(key.encode()) for key in api]
 

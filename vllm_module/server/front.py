@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import pydantic_core
@@ -15,7 +14,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from vllm_module.server.app import ROUTES, unanswered
-from vllm_module.server.backends import BackendAnswer, BackendError, Backends, prefixes_of
+from vllm_module.server.backends import (
+    DEAD,
+    BackendAnswer,
+    BackendError,
+    Backends,
+    prefixes_of,
+)
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import (
     GoneError,
@@ -100,26 +105,37 @@ class _Forward:
     async def _by_one(
         self, backends: Backends, method: str, headers: Any, body: bytes, send: Send
     ) -> None:
-        """Give the request to a backend, and to another if the first ends before it has answered.
+        """Give the request to a backend, and to another if the first has no room or ends before.
 
-        Not to all in turn: the request may be what ends them.
+        Those that end before they have answered are ``_TRIES`` at most: the request may be what
+        ends them.
         """
-        prefixes, tried = prefixes_of(_prompt(body)), set[Any]()
-        while len(tried) < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
+        prefixes, tried, ended = prefixes_of(_prompt(body)), set[Any](), 0
+        refusal: tuple[int, Any, bytes] | None = None
+        while ended < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
             tried.add(backend)
-            with suppress(BackendError):
+            try:
                 async with backend.ask(method, self._path, headers, body) as answer:
                     if _is_stream(answer):
                         await self._stream(answer, send)
                         return
                     data = b"".join([piece async for piece in answer.body])
-                # Its process may outlive a rank of its engine.
-                if answer.status >= 500 and not await backend.is_healthy():
-                    backend.terminate()
-                    continue
+            except BackendError:
+                ended += 1
+                continue
+            # Its process may outlive a rank of its engine.
+            if answer.status >= 500 and await backend.health() == DEAD:
+                backend.end()
+                ended += 1
+                continue
+            if answer.status != 503:
                 await send_body(send, answer.status, answer.headers, data)
                 return
-        await self._refuse(backends, send)
+            refusal = answer.status, answer.headers, data
+        if refusal is not None:
+            await send_body(send, *refusal)
+        else:
+            await self._refuse(backends, send)
 
     async def _stream(self, answer: BackendAnswer, send: Send) -> None:
         """Pass whole events on; if the backend ends after the first one, the last is an error."""

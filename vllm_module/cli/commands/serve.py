@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -79,7 +80,11 @@ def serve(
     if server.weights_port is not None and not server.admin_key:
         raise typer.BadParameter("it needs an --admin-key", param_hint="--weights-port")
     if (path := os.environ.get(BACKEND)) is not None:
-        server = replace(server, uds=Path(path), ssl_certfile=None, ssl_keyfile=None)
+        # The front refuses connections; one that it has closed may count here for a moment more.
+        most = 2 * server.max_connections
+        server = replace(
+            server, uds=Path(path), ssl_certfile=None, ssl_keyfile=None, max_connections=most
+        )
     elif server.data_parallel_size > 1:
         of_engines = _devices(ranks, devices, server.data_parallel_size)
         _serve_by_several(source, server, context.find_root().obj, of_engines)
@@ -143,10 +148,10 @@ def _devices(
         )
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-        map(str, range(torch.cuda.device_count()))
-    )
-    names, each = visible.split(","), (ranks.tp or 1) * ranks.pp
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        visible = ",".join(map(str, range(torch.cuda.device_count())))
+    names, each = [name for name in visible.split(",") if name], (ranks.tp or 1) * ranks.pp
     if len(names) < engines * each:
         raise typer.BadParameter(
             f"{engines} engines of {each} ranks need {engines * each} devices, and there are "
@@ -185,8 +190,11 @@ def _serve_by_several(
         listener = stack.enter_context(_listening_with(app, options, files=2))
         backends = Backends([sys.executable, "-c", _START, *arguments], BACKEND, environments)
         stack.callback(backends.close)
-        with working(f"loading {options.data_parallel_size} engines"):
-            failed = backends.until_ready()
+        stopped = Event()
+        with _stopping(stopped.set), working(f"loading {options.data_parallel_size} engines"):
+            failed = backends.until_ready(stopped)
+        if stopped.is_set():
+            return
         if failed is not None:
             raise CommandError(f"{failed} before it had loaded: see what it printed")
         stack.enter_context(_stopping(listener.stop))
@@ -229,7 +237,10 @@ def _listening_with(
     address = Address(
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
     )
-    keys = Keys(options.api_key or (), options.admin_key or ())
+    try:
+        keys = Keys(options.api_key or (), options.admin_key or ())
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}", param_hint="--api-key, --admin-key") from None
     limits = Limits(options.max_body_mib << 20, options.max_connections)
     app = application(keys, limits)
     try:

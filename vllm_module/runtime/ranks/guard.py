@@ -8,21 +8,27 @@ import sys
 from contextlib import suppress
 
 # The process reads process ids until its input closes, or until its parent changes: a fork of the
-# parent may keep the input open.
+# parent may keep the input open. It holds a descriptor of each process, because the id of one that
+# has ended may be another's later.
 _SCRIPT = """
 import os, select, signal, sys
-parent, pids = int(sys.argv[1]), b""
+parent, rest, held = int(sys.argv[1]), b"", []
 while True:
     if select.select([0], [], [], 0.5)[0]:
-        line = os.read(0, 4096)
-        if not line:
+        read = os.read(0, 4096)
+        if not read:
             break
-        pids += line
+        *lines, rest = (rest + read).split(b"\\n")
+        for line in lines:
+            try:
+                held.append(os.pidfd_open(int(line)))
+            except OSError:
+                pass
     elif os.getppid() != parent:
         break
-for pid in pids.split():
+for descriptor in held:
     try:
-        os.kill(int(pid), signal.SIGKILL)
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError:
         pass
 """
