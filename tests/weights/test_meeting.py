@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from vllm_module.base.waiting import WaitLimitError, at_most, until
 from vllm_module.errors import RankError
 from vllm_module.weights import init_weight_transfer, receive_weights, send_weights
 
@@ -64,10 +65,13 @@ def test_weights_go_to_those_who_met() -> None:
     assert not dist.is_initialized()
 
 
+def store_at(port: int) -> Any:
+    return dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
 def until_listens(port: int) -> None:
     """Wait until rank 0 has come."""
-    store: Any = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # type: ignore[attr-defined]
-    store.wait(["here/0"])
+    store_at(port).wait(["place/0"])
 
 
 def test_those_who_do_not_come_are_named() -> None:
@@ -137,6 +141,46 @@ def test_who_waits_learns_that_rank_0_gave_up() -> None:
     assert "rank 0 at 127.0.0.1" in str(second)
     assert "given up before all had come (not there until then: 2)" in str(second)
     assert second.ranks == (0, 2)
+
+
+def come(port: int, rank: int, size: int, **options: Any) -> Any:
+    """Take part as soon as the one who had this place before is gone."""
+    while True:
+        try:
+            return init_weight_transfer("127.0.0.1", port, rank, size, **options)
+        except ValueError as error:
+            assert "another process has come" in str(error)  # noqa: PT017
+        except OSError as error:
+            assert "cannot listen" in str(error)  # noqa: PT017
+
+
+def test_who_is_interrupted_is_there_no_more() -> None:
+    """Its place is free, and nobody meets a caller that is gone."""
+    port, left = free_port(), threading.Event()
+
+    def again() -> Any:
+        until_listens(port)
+        with at_most(0.2), pytest.raises(WaitLimitError):
+            init_weight_transfer("127.0.0.1", port, 1, 3)
+        store = store_at(port)
+        until(lambda: not store.get("place/1"))
+        left.set()
+        return come(port, 1, 3)
+
+    def last() -> Any:
+        left.wait()
+        return come(port, 2, 3)
+
+    for found in together(lambda: come(port, 0, 3), again, last):
+        assert isinstance(found, dist.ProcessGroup), found
+
+
+def test_rank_0_that_is_interrupted_listens_no_more() -> None:
+    port = free_port()
+    with at_most(0.2), pytest.raises(WaitLimitError):
+        init_weight_transfer("127.0.0.1", port, 0, 2)
+    with pytest.raises(RankError, match="rank 1 of 2 did not come"):
+        come(port, 0, 2, timeout=0.2)
 
 
 @pytest.mark.parametrize(

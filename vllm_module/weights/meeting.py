@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from vllm_module.errors import RankError
 
 _stores: Any = dist  # torch.distributed has the stores; its type hints lack them
 _POLL = 0.01  # seconds between two looks at who has come
+_MARK = "+"
 
 
 def init_weight_transfer(
@@ -59,13 +63,24 @@ def init_weight_transfer(
     if not 0 < timeout < 1e8:
         raise ValueError(f"timeout should be a number of seconds above 0, got {timeout!r}")
     device = torch.device(device)
-    meet = partial(_meet, host, port, rank, world_size, device, timedelta(seconds=timeout))
-    return interruptibly(meet)
+    left = Event()
+    meet = partial(_meet, host, port, rank, world_size, device, timedelta(seconds=timeout), left)
+    try:
+        return interruptibly(meet)
+    finally:
+        left.set()  # after an interrupt, the call goes on in its thread
 
 
 def _meet(
-    host: str, port: int, rank: int, size: int, device: torch.device, timeout: timedelta
+    host: str,
+    port: int,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta,
+    left: Event,
 ) -> dist.ProcessGroup:
+    end = time.monotonic() + timeout.total_seconds()
     where = f"{printable(host)}:{port}"
     try:
         store = _stores.TCPStore(
@@ -81,12 +96,16 @@ def _meet(
             [0],
         ) from None
     try:
-        _check_in(store, where, rank, size, timeout)
-        return private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)
+        _check_in(store, where, rank, size, timeout, end, left)
+        group = private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)
+        if not left.is_set():
+            return group
+        del group
+        failure: BaseException = RankError("this process has left")
     except BaseException as error:
         # Rank 0 listens as long as there is its store, which frames of a kept error would hold:
         # the others would wait for it until their own time is over.
-        failure: BaseException = error.with_traceback(None)
+        failure = error.with_traceback(None)
     del store
     if isinstance(failure, RuntimeError) and not isinstance(failure, RankError):  # of c10d
         raise RankError(
@@ -97,40 +116,68 @@ def _meet(
     raise failure
 
 
-def _check_in(store: Any, where: str, rank: int, size: int, timeout: timedelta) -> None:
-    """Wait until all processes have come."""
+def _check_in(
+    store: Any, where: str, rank: int, size: int, timeout: timedelta, end: float, left: Event
+) -> None:
+    """Wait until all processes have come, or until ``end``; ``left`` tells that nobody waits.
+
+    Each writes a word of its own to its place. Once all are there, rank 0 marks them, and says that
+    all have met. Who is marked cannot leave, so nobody waits for one who has left.
+    """
     expected = store.compare_set("size", "", str(size)).decode()
     if expected != str(size):
         raise ValueError(
             f"this process expects {size} processes at {where}, and another one {expected}: give "
             "all the same world_size"
         )
-    if store.add(f"come/{rank}", 1) > 1:
+    place, own = f"place/{rank}", uuid.uuid4().hex
+    if store.compare_set(place, "", own).decode() != own:
         raise ValueError(
             f"another process has come to {where} as rank {rank}: give each a rank of its own. If "
             "it was this one, before it ended, start all again"
         )
-    store.set(f"here/{rank}", "")
-    end = time.monotonic() + timeout.total_seconds()
     absent = [*range(size)]
     while True:
         try:  # not store.wait, which prints warnings when the time is over
-            absent = [each for each in range(size) if not store.check([f"here/{each}"])]
+            words = [_word(store, each) for each in range(size)]
+            absent = [each for each, word in enumerate(words) if not word]
+            if rank == 0 and not absent and _all_stay(store, words):
+                store.set("met", "")
+            if store.check(["met"]):
+                return
+            is_over = time.monotonic() > end or left.is_set()
+            if is_over and (rank == 0 or store.compare_set(place, own, "") == b""):
+                break
         except RuntimeError:  # of c10d
             raise RankError(
                 f"rank 0 at {where} has ended or given up before all had come (not there until "
-                f"then: {', '.join(map(str, absent))}): start all again",
+                f"then: {', '.join(map(str, absent)) or 'nobody'}): start all again",
                 {0, *absent},
             ) from None
-        if not absent:
-            return
-        if time.monotonic() > end:
-            for key in (f"here/{rank}", f"come/{rank}"):  # it may come again
-                store.delete_key(key)
-            names = ", ".join(map(str, absent))
-            raise RankError(
-                f"rank{'s' * (len(absent) > 1)} {names} of {size} did not come to {where} within "
-                f"{timeout.total_seconds():g} s",
-                absent,
-            )
         time.sleep(_POLL)
+    names = ", ".join(map(str, absent))
+    raise RankError(
+        f"rank{'s' * (len(absent) > 1)} {names} of {size} did not come to {where} within "
+        f"{timeout.total_seconds():g} s",
+        absent,
+    )
+
+
+def _word(store: Any, rank: int) -> str:
+    """Return what is at the place of a rank: nothing, if none has come or it has left."""
+    place = f"place/{rank}"
+    return str(store.get(place).decode()) if store.check([place]) else ""
+
+
+def _all_stay(store: Any, words: Sequence[str]) -> bool:
+    """Mark all places, or none if a rank has left, or another process has come in its place."""
+    marked: list[int] = []
+    for rank, word in enumerate(words):
+        if store.compare_set(f"place/{rank}", word, word + _MARK).decode() != word + _MARK:
+            break
+        marked.append(rank)
+    else:
+        return True
+    for rank in marked:
+        store.compare_set(f"place/{rank}", words[rank] + _MARK, words[rank])
+    return False
