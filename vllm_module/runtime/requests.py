@@ -125,8 +125,6 @@ class Requests:
             shows_text = self.tokenizer is not None and params.detokenize
             request.streamed = shows_text and (streamed or bool(params.stop))
             request.cache_salt, request.adapter = cache_salt, served
-            if served is not None:
-                request.cache_salt = served.number, served.updates, cache_salt
             if params.bad_words:
                 assert self.tokenizer is not None, "as _check made sure"
                 request.bad_words = encode_bad_words(params.bad_words, self.tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,6 +71,10 @@ class ServedAdapter:
     def version(self) -> str:
         """Name and number of updates, such as ``"sql@2"``."""
         return f"{self.name}@{self.updates}"
+
+    def salt(self, of_prompt: str | None) -> Hashable:
+        """Return what cached pages of this version have in place of the salt of a prompt."""
+        return self.number, self.updates, of_prompt
 
 
 class AdapterMemory:
