@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,23 @@ COUNT = 10
 PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
 LONG = [(7 * i + 3) % 60 for i in range(20)]
 TARGETS = {"head": ["lm_head"], "a": ["k_proj", "v_proj", "down_proj"], "b": ["q_proj"]}
+# What every rank can import: a method of its worker raises, once.
+PLANTED = """
+import torch
+
+
+def break_method(worker, rank, name, afterwards=False):
+    right = getattr(worker, name)
+
+    def broken(*arguments):
+        setattr(worker, name, right)
+        if afterwards:
+            right(*arguments)
+        raise torch.OutOfMemoryError("planted")
+
+    if worker.rank == rank:
+        setattr(worker, name, broken)
+"""
 Next = Callable[[str | None, list[int]], int]
 
 
@@ -60,6 +79,16 @@ def following(theirs: Callable[[str | None], Any]) -> Next:
         return int(theirs(name)(torch.tensor([ids])).logits[0, -1].argmax())
 
     return token
+
+
+@pytest.fixture(scope="module")
+def break_method(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    path = tmp_path_factory.mktemp("planted") / "planted_in_adapters.py"
+    path.write_text(PLANTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)
+        yield importlib.import_module(path.stem).break_method
+    del sys.modules[path.stem]
 
 
 def greedy(following: Next, name: str | None, prompt: list[int]) -> list[int]:
@@ -151,3 +180,47 @@ def test_pages_across_an_update(folder: Path, theirs: Any, following: Next) -> N
         (after,) = llm.generate([asked(longer, "a")], PARAMS, use_tqdm=False)
         assert after.num_cached_tokens == 0
         assert list(after.outputs[0].token_ids) == greedy(following, "a-new", longer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank"),
+    [({}, 0), ({"tensor_parallel_size": 2}, 0), ({"tensor_parallel_size": 2}, 1),
+     ({"pipeline_parallel_size": 2}, 1)],
+    ids=["alone", "first", "second", "stage"],
+)  # fmt: skip
+def test_one_that_cannot_be_read(
+    folder: Path, following: Next, break_method: Any, settings: dict[str, Any], rank: int
+) -> None:
+    """If memory is short on any rank, the requests of that adapter end, and no others."""
+    names = [None, "head", "b", "head", "b"]
+    with load(folder, max_loras=2, max_cpu_loras=2, **settings) as llm:
+        for name in TARGETS:
+            llm.load_adapter(name, folder / name)
+        assert [each.in_memory for each in llm.list_adapters()] == [False, True, True]
+        llm.collective_rpc(break_method, args=(rank, "load_adapter"))
+        for fails in (True, False):  # the second time it is read
+            prompts = [asked(LONG[:5], name) for name in names]
+            outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+            broken = [output.error for output in outputs if output.error is not None]
+            # Two stages have a step for each of the two requests, and the second one reads it.
+            assert len(broken) in (
+                ({1, 2} if "pipeline_parallel_size" in settings else {2}) if fails else {0}
+            )
+            assert all("OutOfMemoryError: planted" in error for error in broken)
+            for name, output in zip(names, outputs, strict=True):
+                if name != "head" or output.error is None:
+                    tokens = list(output.outputs[0].token_ids)
+                    wanted = greedy(following, name, LONG[:5])
+                    assert (output.error, tokens) == (None, wanted)
+        assert not llm.engine.requests
+
+
+def test_prompts_in_parts_beside_others(folder: Path, following: Next) -> None:
+    """An adapter of the head is not used before its prompt is complete, which is no fault."""
+    with load(folder, max_num_batched_tokens=8) as llm:
+        llm.load_adapter("head", folder / "head")
+        prompts = [asked(LONG[:3], None), asked(LONG, "head")]
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            wanted = greedy(following, prompt["adapter"], prompt["prompt_token_ids"])
+            assert (output.error, list(output.outputs[0].token_ids)) == (None, wanted)

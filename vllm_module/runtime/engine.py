@@ -319,6 +319,8 @@ class Engine(Requests):
         if launched.rest is not None:
             launched.logits = launched.rest()
         changed = [s.request for s in launched.complete if s.finish_reason is None]
+        if self.adapters:
+            changed += self._check_adapters(launched.complete)
         self.scheduler.mark_computed(launched.step)
         sampled = launched.sampled
         if sampled is None:

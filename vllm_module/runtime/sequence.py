@@ -34,8 +34,8 @@ class Sequence:
             the sliding window has passed it.
         host_pages: pages in host memory, while the sequence is swapped out.
         num_cached_pages: number of first pages that the pool has in its index under ``prefix``.
-        salt: cached pages are shared only among equal salts: that of the prompt, with the adapter and
-            the number of its updates, if it has one, when the first page was allocated.
+        salt: cached pages are shared only among equal salts: that of the prompt, with the adapter
+            and the number of its updates, if it has one, when the first page was allocated.
         num_passed_pages: number of first pages that the sliding window has passed.
         num_writable: while it runs, number of first tokens that can be stored without allocating or
             copying a page.

@@ -12,6 +12,7 @@ from vllm_module.adapters import (
     Adapter,
     AdapterPlans,
     attach,
+    check_used,
     base_names,
     detach,
     file_versions,
@@ -108,6 +109,10 @@ class WorkerWeights:
             detach(adapter, number)
             if self._adapter_rows.slots is not None:
                 self._adapter_rows.slots.forget(number)
+
+    def check_adapter_used(self, number: int) -> None:
+        """Raise ``UnsupportedModelError`` if a step with an adapter has not used all of its layers."""
+        check_used(self._adapters[number], number)
 
     def check_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Raise what :meth:`update_adapter` would raise."""
