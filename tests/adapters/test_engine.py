@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, LoRARequest, SamplingParams
 from vllm_module.build import registry
-from vllm_module.errors import RankError, WeightLoadError
+from vllm_module.errors import WeightLoadError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]

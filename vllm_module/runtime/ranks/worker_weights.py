@@ -12,8 +12,8 @@ from vllm_module.adapters import (
     Adapter,
     AdapterPlans,
     attach,
-    check_used,
     base_names,
+    check_used,
     detach,
     file_versions,
     open_adapter,
@@ -111,7 +111,7 @@ class WorkerWeights:
                 self._adapter_rows.slots.forget(number)
 
     def check_adapter_used(self, number: int) -> None:
-        """Raise ``UnsupportedModelError`` if a step with an adapter has not used all of its layers."""
+        """Raise ``UnsupportedModelError`` if a step with an adapter used not all of its layers."""
         check_used(self._adapters[number], number)
 
     def check_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
