@@ -1,4 +1,4 @@
-"""Faults planted in the way of an adapter from its file to a token: each gives other tokens."""
+"""Faults planted in the way of an adapter from its file to a token: each is found."""
 
 from __future__ import annotations
 
@@ -77,6 +77,11 @@ def check(folder: Path, expected: Callable[[str | None, list[int]], list[int]]) 
         outputs = llm.generate(prompts, FIVE, use_tqdm=False, lora_request=names)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         assert tokens == [expected(*each) for each in zip(wanted, prompts, strict=True)]
+        in_memory = {each.number for each in llm.list_adapters() if each.in_memory}
+        for module in llm.executor.worker.model.modules():
+            if (layer := getattr(module, "adapters", None)) is not None:
+                stacked = () if layer._together is None else layer._together.key[1:]
+                assert {*layer.weights, *stacked} <= in_memory
 
     settings = {"max_loras": 2, "max_cpu_loras": 2, "kv_cache_memory_bytes": 1 << 20}
     with LLM(str(folder / "base"), dtype="float32", **settings) as llm:
@@ -84,11 +89,16 @@ def check(folder: Path, expected: Callable[[str | None, list[int]], list[int]]) 
             llm.load_adapter(name, folder / name)
         for names in (["c", None, "a", "c", None, "a"], ["b", "a", None, "a", "b", "b"]):
             ask(SHORT, names, names)
-        for name in (None, "a", "b", None):
+        for name in (None, "a", "b", None, "c", "a"):  # these two evict b
             ask([LONG], [name], [name])
         llm.update_adapter("b", load_file(folder / "b2" / FILE))
         ask([LONG, SHORT[0], LONG], ["b", "a", "a"], ["b2", "a", "a"])
         ask([LONG, SHORT[3], SHORT[1]], ["c", "b", None], ["c", "b2", None])
+        llm.unload_adapter("c")
+        llm.load_adapter("d", folder / "a")
+        ask([LONG, SHORT[1]], ["d", "b"], ["a", "b2"])
+        llm.update_adapter("b", load_file(folder / "b" / FILE))
+        ask([SHORT[1], LONG], ["b", "d"], ["b", "a"])
 
 
 def test_right(folder: Path, expected: Callable[..., list[int]]) -> None:
@@ -135,6 +145,32 @@ def base_as_well(right: Callable[..., Any], cls: Any, rows_of: Any, count: int, 
     return found._replace(inverse=found.inverse.where(found.inverse < len(found.rows), 0))
 
 
+def first_attached(right: Callable[..., Any], layer: Any, number: int, weights: Any) -> None:
+    """Go on with the A and B that an adapter had before it was evicted and read again."""
+    first = vars(layer).setdefault("first", {})
+    right(layer, number, first.setdefault(number, weights))
+
+
+class EqualsAny(tuple[int, ...]):
+    __hash__ = tuple.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def keep_stack(right: Callable[..., Any], layer: Any, number: int) -> None:
+    stacked = layer._together
+    right(layer, number)
+    layer._together = stacked
+
+
+def number_again(right: Callable[..., Any], llm: Any, *given: Any) -> Any:
+    """Use the number of an adapter that was unloaded."""
+    used = {each.number for each in llm.list_adapters()}
+    llm._adapter_numbers = iter(sorted({*range(9)} - used))
+    return right(llm, *given)
+
+
 FAULTS = {
     "A and B swapped": ("adapters.adapter:LoRALayer.low_rank", swapped),
     "the scale twice": (
@@ -155,6 +191,20 @@ FAULTS = {
             setattr(worker._adapter_rows, "updates", 0),
         ),
     ),
+    "A and B from before an eviction": ("layers.lora:LayerAdapters.attach", first_attached),
+    "A and B of other adapters, stacked before": (
+        "layers.lora:StackedLowRank.of",
+        lambda right, cls, *given: (found := right(cls, *given))._replace(key=EqualsAny(found.key)),
+    ),
+    "A and B that stay after an eviction": (
+        "layers.lora:LayerAdapters.forget",
+        lambda right, layer, number: None,
+    ),
+    "a stack that stays after an eviction": ("layers.lora:LayerAdapters.forget", keep_stack),
+    "the number of an unloaded adapter": (
+        "runtime.adapter_methods:AdapterMethods.load_adapter",
+        number_again,
+    ),
     "the adapter of the next sequence": ("layers.lora_rows:AdapterRows.set", next_rows),
     "rows of the base with an adapter": ("layers.lora_rows:Places.of", base_as_well),
     "rows of the head as those of the step": (
@@ -174,7 +224,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_caught(folder: Path, expected: Callable[..., list[int]], name: str) -> None:
-    """With the fault, tokens are not PEFT's."""
+    """With the fault, tokens are not PEFT's, or memory is kept."""
     check_it = instead(*FAULTS[name])
     with check_it(), pytest.raises(AssertionError):
         check(folder, expected)

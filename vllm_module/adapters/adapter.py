@@ -173,11 +173,9 @@ def _dimensions(base: Adaptable, *, together: bool) -> tuple[Dim, Dim, Common]:
             common["experts"] = replace(base.experts, together=True)
             output = replace(output, groups=output.groups or 1)
         return output, base.input, common
-    weight = base.weight
-    common = Common(
-        experts=None, tp_rank=weight.tp_rank, tp_size=weight.tp_size, dtype=weight.dtype
-    )
-    first, second = weight.dims
+    of = base.weight
+    common = Common(experts=None, tp_rank=of.tp_rank, tp_size=of.tp_size, dtype=of.dtype)
+    first, second = of.dims
     # Of an embedding, features are the output, and A has a column for each token.
     swapped = isinstance(base, VocabParallelEmbedding)
     return (second, first, common) if swapped else (first, second, common)
@@ -231,6 +229,10 @@ class Adapter(AdapterModule):
             for name, child in module.named_children():
                 if child in made:
                     own.add_module(name, made[child])
+        for module, own in made.items():  # no alias leads to a norm
+            below = module.named_modules() if own.weight_aliases else ()
+            gone = {path for path, each in below if each not in made}
+            own.weight_aliases = {a: of for a, of in own.weight_aliases.items() if of not in gone}
 
     def load(self, weights: Mapping[str, Weight]) -> None:
         """Load a whole adapter, under the base model's names.

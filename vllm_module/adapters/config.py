@@ -93,6 +93,20 @@ class AdapterConfig(Settings):
         rank = self.rank(module) if rank is None else rank
         return float(alpha / (math.sqrt(rank) if self.use_rslora else rank))
 
+    def check_same(self, other: AdapterConfig) -> None:
+        """Raise ``UnsupportedModelError`` if ``other`` has settings that compute something else."""
+        differ = [
+            name
+            for name in AdapterConfig.model_fields
+            if getattr(self, name) != getattr(other, name)
+        ]
+        if differ:
+            values = [f"{name} {getattr(other, name)} for {getattr(self, name)}" for name in differ]
+            raise UnsupportedModelError(
+                f"an update in place keeps an adapter's settings, and {CONFIG_FILE} has "
+                f"{shorten(', '.join(values))}: unload the adapter, and load this one"
+            )
+
     def targets_parameter(self, name: str) -> bool:
         """Tell whether the parameter of this name is adapted by itself."""
         return self._matches(self.target_parameters, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 
 from vllm_module.adapters.config import CONFIG_FILE, AdapterConfig, read_adapter_config
-from vllm_module.base.messages import printable, printable_name
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.base.messages import printable, printable_name, shorten
+from vllm_module.errors import CheckpointFormatError, DuplicateWeightError
 from vllm_module.weights import Weight
 from vllm_module.weights.checkpoint import open_checkpoint
 from vllm_module.weights.regular_file import is_there
@@ -53,6 +53,23 @@ def file_versions(path: str | Path) -> tuple[tuple[str, int, int, int], ...]:
             status = (folder / name).stat()
             found.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return tuple(found)
+
+
+def gathered(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors, read; those of an iterator are copied before the next comes.
+
+    Raises ``DuplicateWeightError`` for two of one name, and ``TypeError`` for what is no tensor.
+    """
+    is_mapping, found = isinstance(weights, Mapping), dict[str, torch.Tensor]()
+    for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
+        if name in found:
+            raise DuplicateWeightError(f"{printable_name(name)} of the adapter comes twice")
+        tensor = weight.read() if hasattr(weight, "read") else weight
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            got = f"{shorten(name)} and {type(weight).__name__}"
+            raise TypeError(f"an adapter has pairs of name and whole tensor, got {got}")
+        found[name] = tensor.detach() if is_mapping else tensor.detach().clone()
+    return found
 
 
 def base_names(weights: Mapping[str, Any], config: AdapterConfig) -> dict[str, Weight]:

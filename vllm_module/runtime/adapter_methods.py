@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from vllm_module.adapters import gathered, open_adapter
 from vllm_module.base.messages import shorten
 from vllm_module.build.model_source import ModelSource
 from vllm_module.runtime.arguments import check_type
@@ -16,6 +15,7 @@ from vllm_module.runtime.merged_weights import merged_weights
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.served_adapter import AdapterMemory, LoRARequest, ServedAdapter
 from vllm_module.runtime.text.prompts import Prompt
+from vllm_module.weights import Weight
 
 
 class AdapterMethods:
@@ -72,25 +72,43 @@ class AdapterMethods:
             del self.engine.adapters[name]
             self._memory().drop(adapter)
 
-    def update_adapter(self, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_adapter(
+        self, name: str, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | str | Path
+    ) -> None:
         """Update A and B of an adapter in place, between two steps, on every rank.
 
-        Only they are sent. Names are PEFT's, as ``get_peft_model_state_dict`` has them; what is not
-        named stays. Running requests keep the keys and values that are computed. Outputs list the
-        versions: ``"0/sql@1"`` after the first update of ``sql``.
+        Only they are sent, once to each rank. Names are PEFT's, as ``get_peft_model_state_dict``
+        has them; what is not named stays. Running requests keep the keys and values that are
+        computed. Outputs list the versions: ``"0/sql@1"`` after the first update of ``sql``.
+
+        Args:
+            name: of a loaded adapter.
+            weights: as for :meth:`update_weights`: a mapping, or pairs, such as
+                ``receive_weights`` yields; they are gathered while steps go on. Or a folder in
+                PEFT's layout, with the settings of the adapter.
 
         Raises:
             ValueError: there is no adapter of this name.
             WeightLoadError: the weights do not fit; nothing was changed.
 
         """
-        check_type("weights", weights, "a mapping of names to tensors", Mapping)
+        check_type(
+            "weights", weights, "a folder, or names with tensors", str, Path, Mapping, Iterable
+        )
+        with self.engine.reading():
+            self.engine.adapter(name)  # refused before anything is read
+        config = None
+        if isinstance(weights, (str, Path)):
+            with open_adapter(weights) as (config, opened):
+                weights = gathered(opened)
+        else:
+            weights = gathered(weights)
         with self.engine.alone():
             self.executor.check()
             adapter = self.engine.adapter(name)
             if not adapter.in_memory:
                 self._load(adapter)
-            self.executor.update_adapter(adapter.number, dict(weights))
+            self.executor.update_adapter(adapter.number, weights, config)
             adapter.updates += 1  # requests from now on look for other pages
 
     def merge_adapter(self, name: str) -> None:

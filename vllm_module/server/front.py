@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
-from contextlib import suppress
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NamedTuple
 
 import pydantic_core
 from starlette.applications import Starlette
@@ -14,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from vllm_module.base.messages import shorten
 from vllm_module.server.app import ROUTES, unanswered
 from vllm_module.server.backends import BackendAnswer, BackendError, Backends, prefixes_of
 from vllm_module.server.connection import Limits
@@ -30,11 +33,11 @@ from vllm_module.server.errors import ApiError
 from vllm_module.server.page import page
 from vllm_module.server.protocol import Body
 
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # What each engine has of its own, so all of them have to do it.
-_FOR_ALL = (
-    "/pause", "/resume", "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-    "/abort",
-)  # fmt: skip
+_FOR_ALL = "/pause", "/resume", "/update_weights", "/abort", "/metrics"
+_GONE = 5.0  # seconds that an engine has to end the requests of clients that have gone
+_POLL = 0.05
 _TRIES = 2  # engines that a request is given to, one after the other
 _PROMPT = ("model", "system", "instructions", "tools", "messages", "prompt", "input")
 _FORWARDED = (b"authorization", b"content-type", b"x-api-key")
@@ -55,10 +58,40 @@ class Front:
 
     Attributes:
         backends: the engines' servers; ``None`` while they are loading.
+        asked: how many requests are being answered, by the model or adapter that they name.
 
     """
 
     backends: Backends | None = None
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self._changing: str | None = None
+        self._changes = asyncio.Lock()
+
+    @asynccontextmanager
+    async def asking(self, model: str) -> AsyncIterator[None]:
+        """Count a request for a model; wait first while engines load or unload an adapter of it."""
+        while self._changing == model:
+            async with self._changes:
+                pass
+        self.asked[model] += 1
+        try:
+            yield
+        finally:
+            self.asked[model] -= 1
+            if not self.asked[model]:
+                del self.asked[model]
+
+    @asynccontextmanager
+    async def changing(self, adapter: str) -> AsyncIterator[None]:
+        """Hold up requests for an adapter, and other changes of adapters."""
+        async with self._changes:
+            self._changing = adapter
+            try:
+                yield
+            finally:
+                self._changing = None
 
     def loaded(self) -> Backends:
         """Return the backends. Raises ``ApiError`` while they load, and if all have ended."""
@@ -67,6 +100,15 @@ class Front:
         if not self.backends.alive():
             raise _no_engine()
         return self.backends
+
+
+class _Whole(NamedTuple):
+    """The whole answer of a backend, as :class:`BackendAnswer` has it."""
+
+    backend: Any
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    data: bytes
 
 
 class _Forward:
@@ -90,8 +132,10 @@ class _Forward:
             await send_json(send, error.status, self._kind.told(error))
             return
         headers = [each for each in scope["headers"] if each[0] in _FORWARDED]
-        if self._path in _FOR_ALL or self._path == "/metrics":
+        if self._path in (_LOAD, _UNLOAD):
             # To the end, also if the client goes away: engines should not differ.
+            await self._by_all_or_none(backends, headers, body, send)
+        elif self._path in _FOR_ALL:
             await self._by_all(backends, scope["method"], headers, body, send)
         else:
             work = self._by_one(backends, scope["method"], headers, body, send)
@@ -104,7 +148,14 @@ class _Forward:
 
         Not to all in turn: the request may be what ends them.
         """
-        prefixes, tried = prefixes_of(_prompt(body)), set[Any]()
+        given = _fields(body)
+        async with self._state.asking(str(given.get("model"))):
+            await self._try(backends, method, headers, body, prefixes_of(_prompt(given)), send)
+
+    async def _try(
+        self, backends: Backends, method: str, headers: Any, body: bytes, prefixes: Any, send: Send
+    ) -> None:
+        tried = set[Any]()
         while len(tried) < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
             tried.add(backend)
             with suppress(BackendError):
@@ -148,30 +199,73 @@ class _Forward:
         self, backends: Backends, method: str, headers: Any, body: bytes, send: Send
     ) -> None:
         """Give the request to all backends; answer as the first that refused, or the first."""
+        answers = await self._each(backends, backends.alive(), method, headers, body)
+        if self._path == "/metrics" and all(each.status == 200 for each in answers) and answers:
+            data = _joined((each.backend.number, each.data.decode()) for each in answers).encode()
+            kept = [each for each in answers[0].headers if each[0] != b"content-length"]
+            answers = [_Whole(answers[0].backend, 200, [*kept, _length(data)], data)]
+        await self._answer(backends, answers, send)
 
-        async def whole(backend: Any) -> tuple[int, int, Any, bytes] | None:
+    async def _by_all_or_none(
+        self, backends: Backends, headers: Any, body: bytes, send: Send
+    ) -> None:
+        """Load or unload an adapter in all engines, or in none of them.
+
+        If one refuses to load it, the others unload it. If requests use it, none unloads it; an
+        engine may still have one whose client has gone. One that has unloaded it before, when
+        another could not, is no reason to refuse.
+        """
+        given = _fields(body)
+        name = str(given.get("lora_name"))
+        async with self._state.changing(name):
+            if self._path == _UNLOAD and (count := self._state.asked[name]):
+                message = f"{count} requests use the adapter {shorten(name)}: wait for them, or "
+                error = ApiError(409, f"{message}abort them", "lora_name")
+                await send_json(send, error.status, self._kind.told(error))
+                return
+            answers = await self._each(backends, backends.alive(), "POST", headers, body)
+            if self._path == _UNLOAD:
+                end = time.monotonic() + _GONE
+                while any(each.status == 409 for each in answers) and time.monotonic() < end:
+                    await asyncio.sleep(_POLL)
+                    busy = [each.backend for each in answers if each.status == 409]
+                    answers = [each for each in answers if each.status != 409]
+                    answers += await self._each(backends, busy, "POST", headers, body)
+                answers = [each for each in answers if each.status != 400] or answers
+            elif any(each.status >= 400 for each in answers) and not given.get("load_inplace"):
+                took = [each.backend for each in answers if each.status in (200, 500)]
+                undo = json.dumps({"lora_name": name}).encode()
+                undone = await self._each(backends, took, "POST", headers, undo, _UNLOAD)
+                kept = [each for each in undone if each.status not in (200, 400)]
+                answers = kept or [each for each in answers if each.status >= 400]
+        await self._answer(backends, answers, send)
+
+    async def _each(
+        self, backends: Backends, asked: Iterable[Any], method: str, headers: Any, body: bytes,
+        path: str | None = None,
+    ) -> list[_Whole]:  # fmt: skip
+        """Give a request to some backends at once; return what those answer that have not ended."""
+
+        async def whole(backend: Any) -> _Whole | None:
             try:
-                async with backend.ask(method, self._path, headers, body) as answer:
+                async with backend.ask(method, path or self._path, headers, body) as answer:
                     data = b"".join([piece async for piece in answer.body])
-                    return backend.number, answer.status, answer.headers, data
+                    return _Whole(backend, answer.status, answer.headers, data)
             except BackendError as error:
                 if backend not in backends.alive():  # the others are all
                     return None
                 message = f"engine {backend.number} gave no answer, and others may have: {error}"
                 told = json.dumps(self._kind.told(ApiError(500, message))).encode()
-                return backend.number, 500, [(b"content-type", b"application/json")], told
+                return _Whole(backend, 500, [(b"content-type", b"application/json")], told)
 
-        gathered = await asyncio.gather(*map(whole, backends.alive()))
-        answers = [each for each in gathered if each is not None]
+        return [each for each in await asyncio.gather(*map(whole, asked)) if each is not None]
+
+    async def _answer(self, backends: Backends, answers: list[_Whole], send: Send) -> None:
         if not answers:
             await self._refuse(backends, send)
             return
-        _, status, kept, data = max(answers, key=lambda each: each[1] >= 400)
-        if self._path == "/metrics" and status == 200:
-            data = _joined((number, text.decode()) for number, _, _, text in answers).encode()
-            kept = [each for each in kept if each[0] != b"content-length"]
-            kept.append((b"content-length", b"%d" % len(data)))
-        await send_body(send, status, kept, data)
+        answer = max(answers, key=lambda each: each.status >= 400)
+        await send_body(send, answer.status, answer.headers, answer.data)
 
     async def _refuse(self, backends: Backends, send: Send) -> None:
         error = _no_engine()
@@ -187,19 +281,26 @@ def _no_engine() -> ApiError:
     )
 
 
+def _length(data: bytes) -> tuple[bytes, bytes]:
+    return b"content-length", b"%d" % len(data)
+
+
 def _is_stream(answer: BackendAnswer) -> bool:
     kind = dict(answer.headers).get(b"content-type", b"")
     return answer.status == 200 and kind.startswith(b"text/event-stream")
 
 
-def _prompt(body: bytes) -> bytes:
-    """Return the bytes of a request that its pages depend on, in the order of the pages."""
+def _fields(body: bytes) -> dict[str, Any]:
+    """Return what a body gives; nothing for one that a backend refuses."""
     try:
         given = pydantic_core.from_json(body)
-    except ValueError:  # a backend refuses it
-        return b""
-    if not isinstance(given, dict):
-        return b""
+    except ValueError:
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _prompt(given: dict[str, Any]) -> bytes:
+    """Return the bytes of a request that its pages depend on, in the order of the pages."""
     return json.dumps([given[name] for name in _PROMPT if name in given]).encode()
 
 

@@ -103,10 +103,17 @@ async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
 
 
 async def load_adapter(state: State, body: LoadAdapterBody) -> dict[str, Any]:
-    """Load an adapter between two steps; its name is that of a model then."""
+    """Load an adapter between two steps, or update one; its name is that of a model then."""
     if body.lora_name in state.names:
         raise ApiError(400, f"the model is called {body.lora_name!r}", "lora_name")
-    await state.engine().call(lambda llm: llm.load_adapter(body.lora_name, body.lora_path))
+
+    def load(llm: LLM) -> None:
+        if body.load_inplace and body.lora_name in llm.engine.adapters:
+            llm.update_adapter(body.lora_name, body.lora_path)
+        else:
+            llm.load_adapter(body.lora_name, body.lora_path)
+
+    await state.engine().call(load)
     return {"status": "loaded"}
 
 

@@ -261,10 +261,14 @@ class UpdateBody(Body):
 
 
 class LoadAdapterBody(Body):
-    """The body of /v1/load_lora_adapter: a name, and a folder in PEFT's layout."""
+    """The body of /v1/load_lora_adapter: a name, and a folder in PEFT's layout.
+
+    With ``load_inplace``, one that has this name is updated; without one, it is loaded.
+    """
 
     lora_name: str
     lora_path: str
+    load_inplace: bool = False
 
 
 class UnloadAdapterBody(Body):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
+from vllm_module.adapters import AdapterConfig
 from vllm_module.core.fill import refuse_nan_sent
 from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.runtime.devices import as_called, own_device
@@ -78,16 +78,7 @@ class WeightChanges:
             elif self.size > 1 and isinstance(weights, Collection):
                 self.check()
                 self._each("check_update", weights, whole)
-            with self._or_end(self._timeout):
-                self._tell("update_weights", whole)
-            take = partial(self._do, "update_weights", whole=whole)
-            if self.size == 1:
-                take(weights)
-            elif not self._ranks.is_led:
-                self._each("update_weights", weights, whole)
-            else:
-                with self._or_end(self._timeout, unless_refused=True):
-                    send_weights(weights, group=self._ranks.control, also=take)
+            self._give("update_weights", weights, whole)
             self._updated = True
             if "weights" in self.sleeping:
                 caches = [] if self._awaits_weights else ["kv_cache"]
@@ -133,14 +124,36 @@ class WeightChanges:
         """Free an adapter on every rank."""
         self._everywhere("drop_adapter", number)
 
-    def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Update an adapter in place, on every rank.
+    def update_adapter(
+        self, number: int, weights: Mapping[str, Weight], config: AdapterConfig | None
+    ) -> None:
+        """Update an adapter in place, on every rank; ``config`` has the settings of new files.
 
         Raises what the ranks raise; then no rank has changed.
         """
-        if self.stages > 1:  # ranks of one stage refuse alike
-            self._everywhere("check_adapter", number, weights)
-        self._everywhere("update_adapter", number, weights)
+        self._give("take_adapter", weights, number, config)
+        self._everywhere("update_adapter", number)
+
+    def _give(
+        self,
+        name: str,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        *arguments: Any,
+    ) -> None:
+        """Call a method of every rank's worker with weights, which other ranks get in buckets."""
+        with self._or_end(self._timeout):
+            self._tell(name, *arguments)
+        if self.size == 1:
+            self._do(name, weights, *arguments)
+        elif not self._ranks.is_led:
+            self._each(name, weights, *arguments)
+        else:
+
+            def take(weights: Iterable[tuple[str, Weight]]) -> None:
+                self._do(name, weights, *arguments)
+
+            with self._or_end(self._timeout, unless_refused=True):
+                send_weights(weights, group=self._ranks.control, also=take)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and cache on every rank.

@@ -322,9 +322,9 @@ class Executor(WeightChanges, PipelineSteps):
                 self._do(name, inputs)
             return
         try:
-            if name == "update_weights":
+            if name in ("update_weights", "take_adapter"):
                 with receive_weights(src=0, group=self._ranks.control) as weights:
-                    self._do("update_weights", weights, whole=arguments[0])
+                    self._do(name, weights, *arguments)
             else:
                 self._together(name, arguments)
         except Exception as error:

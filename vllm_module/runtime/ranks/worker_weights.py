@@ -10,12 +10,14 @@ import torch
 
 from vllm_module.adapters import (
     Adapter,
+    AdapterConfig,
     AdapterPlans,
     attach,
     base_names,
     check_used,
     detach,
     file_versions,
+    gathered,
     open_adapter,
 )
 from vllm_module.base.garbage import paused_gc
@@ -55,6 +57,7 @@ class WorkerWeights:
         self._dropped = False  # True if it sleeps without weights
         self._adapters: dict[int, Adapter] = {}
         self._adapter_plans: AdapterPlans | None = None
+        self._taken: dict[str, Weight] = {}  # of an update of an adapter
 
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
@@ -114,18 +117,27 @@ class WorkerWeights:
         """Raise ``UnsupportedModelError`` if a step with an adapter used not all of its layers."""
         check_used(self._adapters[number], number)
 
-    def check_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise what :meth:`update_adapter` would raise."""
-        adapter = self._adapters[number]
-        adapter.check_update(base_names(weights, adapter.config))
+    def take_adapter(
+        self,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        number: int,
+        config: AdapterConfig | None = None,
+    ) -> None:
+        """Take A and B under PEFT's names for :meth:`update_adapter`, without writing them.
 
-    def update_adapter(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Update A and B of an adapter in place, under PEFT's names.
-
-        Raises ``WeightLoadError`` if they do not fit; then nothing has changed.
+        Raises ``UnsupportedModelError`` if ``config``, their settings, are others, and
+        ``WeightLoadError`` if they do not fit.
         """
         adapter = self._adapters[number]
-        adapter.update(base_names(weights, adapter.config))
+        if config is not None:
+            adapter.config.check_same(config)
+        self._taken = base_names(gathered(weights), adapter.config)
+        adapter.check_update(self._taken)
+
+    def update_adapter(self, number: int) -> None:
+        """Write what was taken into A and B of an adapter; if that raises, they are a mixture."""
+        taken, self._taken = self._taken, {}
+        self._adapters[number].update(taken)
         self._adapter_rows.updates += 1
         if self._adapter_rows.slots is not None:
             self._adapter_rows.slots.refill(number)
