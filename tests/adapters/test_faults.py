@@ -145,21 +145,6 @@ def base_as_well(right: Callable[..., Any], cls: Any, rows_of: Any, count: int, 
     return found._replace(inverse=found.inverse.where(found.inverse < len(found.rows), 0))
 
 
-def unsalted(right: Callable[..., Any], requests: Any, *arguments: Any, **named: Any) -> Any:
-    request = right(requests, *arguments, **named)
-    request.cache_salt = None
-    return request
-
-
-def salted_by_number(
-    right: Callable[..., Any], requests: Any, *arguments: Any, **named: Any
-) -> Any:
-    request = right(requests, *arguments, **named)
-    if request.adapter is not None:
-        request.cache_salt = request.adapter.number
-    return request
-
-
 def first_attached(right: Callable[..., Any], layer: Any, number: int, weights: Any) -> None:
     """Go on with the A and B that an adapter had before it was evicted and read again."""
     first = vars(layer).setdefault("first", {})
@@ -226,8 +211,14 @@ FAULTS = {
         "layers.lora_rows:AdapterRows.select",
         lambda right, rows, chosen: right(rows, [*range(len(chosen))]),
     ),
-    "pages shared by adapters": ("runtime.requests:Requests.add", unsalted),
-    "pages of an adapter before its update": ("runtime.requests:Requests.add", salted_by_number),
+    "pages shared by adapters": (
+        "runtime.served_adapter:ServedAdapter.salt",
+        lambda right, adapter, of_prompt: of_prompt,
+    ),
+    "pages of an adapter before its update": (
+        "runtime.served_adapter:ServedAdapter.salt",
+        lambda right, adapter, of_prompt: adapter.number,
+    ),
 }
 
 

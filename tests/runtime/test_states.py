@@ -549,7 +549,7 @@ def test_a_step_that_is_not_run_has_saved_nothing() -> None:
 
     setup = Setup(prefix_caching=True)
     setup.engine.adapters["a"] = ServedAdapter("a", 0, "nowhere")
-    setup.engine.adapter_memory = AdapterMemory(missing, lambda number: None, None)
+    setup.engine.adapter_memory = AdapterMemory(missing, *[lambda number: None] * 2, None)
     setup.engine.add("0", [1, 2, 3, 4, 5, 6, 7, 8, 9], greedy(3))
     setup.engine.step()
     assert setup.scheduler.saved.waiting

@@ -221,6 +221,9 @@ class Engine(Requests):
             self.scheduler.saved.forget_all()
             raise
         self.scheduler.note_launched(step)
+        if self.adapters:  # an update before the step is finished is not in its tokens
+            found = {sequence.request.adapter for sequence, _ in step.scheduled}
+            step.versions = {each: each.version for each in found if each is not None}
         return logits
 
     def _launch_next(self, launched: Launched) -> Launched | None:
@@ -316,6 +319,8 @@ class Engine(Requests):
         if launched.rest is not None:
             launched.logits = launched.rest()
         changed = [s.request for s in launched.complete if s.finish_reason is None]
+        if self.adapters:
+            changed += self._check_adapters(launched.complete)
         self.scheduler.mark_computed(launched.step)
         sampled = launched.sampled
         if sampled is None:
@@ -323,7 +328,7 @@ class Engine(Requests):
                 self._read_prompt_logprobs(launched)
             launched.fork(self.scheduler)
             sampled = self._sample(launched)
-        self._append_tokens(launched.complete, sampled)
+        self._append_tokens(launched, sampled)
         return list(dict.fromkeys(changed))
 
     def _read_prompt_logprobs(self, launched: Launched) -> None:
@@ -342,12 +347,12 @@ class Engine(Requests):
         launched.logits = None  # the next step's take this memory
         return launched.sampled
 
-    def _append_tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
+    def _append_tokens(self, launched: Launched, sampled: Sampled) -> None:
         """Wait for the next tokens, append them, and end sequences that are complete.
 
         Requests with broken logits end with an error.
         """
-        tokens = sampled.read(self.wait)
+        sequences, tokens = launched.complete, sampled.read(self.wait)
         now = time.monotonic()
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None and sequence.finish_reason is None:
@@ -361,7 +366,7 @@ class Engine(Requests):
             versions, adapter = sequence.weight_versions, sequence.request.adapter
             version = self.weight_version
             if adapter is not None:
-                version = f"{version}/{adapter.version}"
+                version = f"{version}/{launched.step.versions[adapter]}"
             if not versions or versions[-1][0] != version:
                 versions.append((version, 0))
             versions[-1] = version, versions[-1][1] + 1

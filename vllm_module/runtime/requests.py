@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from vllm_module.base.messages import describe_error, shorten
-from vllm_module.errors import WeightLoadError
+from vllm_module.errors import RankError
 from vllm_module.runtime.devices import queued_on
 from vllm_module.runtime.metrics import Totals
 from vllm_module.runtime.sampling.grammar import Grammar, Grammars
@@ -125,8 +125,6 @@ class Requests:
             shows_text = self.tokenizer is not None and params.detokenize
             request.streamed = shows_text and (streamed or bool(params.stop))
             request.cache_salt, request.adapter = cache_salt, served
-            if served is not None:
-                request.cache_salt = served.number, served.updates, cache_salt
             if params.bad_words:
                 assert self.tokenizer is not None, "as _check made sure"
                 request.bad_words = encode_bad_words(params.bad_words, self.tokenizer)
@@ -205,16 +203,42 @@ class Requests:
         for adapter in [each for each in adapters if not each.in_memory]:
             try:
                 memory.load(adapter, running)
-            except (WeightLoadError, OSError, MemoryError) as error:
+            except Exception as error:
                 requests = [s.request for s, _ in step.scheduled if s.request.adapter is adapter]
-                for request in dict.fromkeys(requests):
-                    self._end_request(request, "error", describe_error(error))
-                    failed.append(request)
+                failed += self._end_for(error, requests)
         if failed:
             step.scheduled = [each for each in step.scheduled if each[0].request not in failed]
             if not step.scheduled:  # it is not run, and states that it was to save are not there
                 self.scheduler.saved.forget_all()
         return failed
+
+    def _check_adapters(self, computed: list[Sequence]) -> list[Request]:
+        """End the requests of adapters that a layer of the model ignores, and return them.
+
+        ``computed`` are sequences all of whose tokens are computed now, for the first time.
+        """
+        memory, ended = self.adapter_memory, list[Request]()
+        found = (each.request.adapter for each in computed if each.finish_reason is None)
+        for adapter in dict.fromkeys(each for each in found if each is not None):
+            assert memory is not None, "as it has read them"
+            try:
+                memory.check(adapter)
+            except Exception as error:
+                requests = [each for each in self.requests.values() if each.adapter is adapter]
+                ended += self._end_for(error, requests)
+        return ended
+
+    def _end_for(self, error: Exception, requests: list[Request]) -> list[Request]:
+        """End these requests of an adapter because of it, and return them.
+
+        Raises ``error`` if ranks have ended; after any other, all wait for the next step.
+        """
+        if isinstance(error, RankError) and not error.recoverable:
+            raise error
+        ended = list(dict.fromkeys(requests))
+        for request in ended:
+            self._end_request(request, "error", describe_error(error))
+        return ended
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request and free its pages; do nothing if it has ended.

@@ -193,7 +193,7 @@ class Scheduler(Allocator):
                 index = sequence.num_cached_pages
                 tokens = sequence.tokens[index * size : (index + 1) * size]
                 page = sequence.pages[index]
-                salt = sequence.request.cache_salt if index == 0 else None
+                salt = sequence.salt if index == 0 else None
                 sequence.prefix = self.pool.cache(page, sequence.prefix, tokens, salt)
                 sequence.num_cached_pages += 1
             if self.routed is not None:
@@ -227,6 +227,7 @@ class Scheduler(Allocator):
                 self._forked[sequence.row] = first.row
             sequence.num_computed, sequence.pages = first.num_computed, list(first.pages)
             sequence.num_cached_pages, sequence.prefix = first.num_cached_pages, first.prefix
+            sequence.salt = first.salt
             sequence.num_passed_pages = first.num_passed_pages
             self.pool.share(page for page in sequence.pages if page >= 0)
             request.sequences.append(sequence)

@@ -34,6 +34,8 @@ class Sequence:
             the sliding window has passed it.
         host_pages: pages in host memory, while the sequence is swapped out.
         num_cached_pages: number of first pages that the pool has in its index under ``prefix``.
+        salt: cached pages are shared only among equal salts: that of the prompt, with the adapter
+            and the number of its updates, if it has one, when the first page was allocated.
         num_passed_pages: number of first pages that the sliding window has passed.
         num_writable: while it runs, number of first tokens that can be stored without allocating or
             copying a page.
@@ -62,6 +64,7 @@ class Sequence:
     host_pages: list[int] = field(default_factory=list)
     num_cached_pages: int = 0
     prefix: int = ROOT
+    salt: Hashable = None
     num_passed_pages: int = 0
     num_writable: int = 0
     row: int = -1
@@ -121,8 +124,7 @@ class Request:
             cached pages held them; ``None`` before the prompt is begun.
         bad_words: tokens of each text that may not be generated.
         grammar: what the output must follow, at its beginning.
-        cache_salt: cached pages are shared only among equal salts: that of the prompt, with the
-            adapter and the number of its updates if it has one.
+        cache_salt: the salt of the prompt.
         adapter: the adapter that it is computed with; ``None`` for the model itself.
 
     """
@@ -140,7 +142,7 @@ class Request:
     num_cached_tokens: int | None = None
     bad_words: list[list[int]] = field(default_factory=list)
     grammar: Grammar | None = None
-    cache_salt: Hashable = None
+    cache_salt: str | None = None
     adapter: ServedAdapter | None = None
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ class ServedAdapter:
         in_memory: whether the ranks hold A and B; if not, they are read when a request needs them.
         used: when a step used it last; a larger number is later.
         loaded: what each rank has found when it was loaded first.
+        is_checked: whether a step has used all of its layers.
 
     """
 
@@ -56,6 +57,7 @@ class ServedAdapter:
     in_memory: bool = False
     used: int = 0
     loaded: list[LoadedAdapter] = field(default_factory=list, repr=False)
+    is_checked: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -72,6 +74,10 @@ class ServedAdapter:
         """Name and number of updates, such as ``"sql@2"``."""
         return f"{self.name}@{self.updates}"
 
+    def salt(self, of_prompt: str | None) -> Hashable:
+        """Return what cached pages of this version have in place of the salt of a prompt."""
+        return self.number, self.updates, of_prompt
+
 
 class AdapterMemory:
     """The adapters that are in memory: those that were used last, and those that were updated.
@@ -81,6 +87,7 @@ class AdapterMemory:
     Args:
         load: reads an adapter, by number and folder, on every rank.
         drop: frees one, by number, on every rank.
+        check: raises if a layer of any rank ignores one, by number, after a step with it.
         most: how many may be in memory beside those that were updated; ``None`` for all.
 
     """
@@ -89,9 +96,10 @@ class AdapterMemory:
         self,
         load: Callable[[int, str], list[LoadedAdapter]],
         drop: Callable[[int], object],
+        check: Callable[[int], object],
         most: int | None,
     ) -> None:
-        self._load, self._drop, self._most = load, drop, most
+        self._load, self._drop, self._check, self._most = load, drop, check, most
         self._held: dict[ServedAdapter, None] = {}
         self._uses = 0
 
@@ -119,6 +127,12 @@ class AdapterMemory:
         adapter.loaded, adapter.in_memory = loaded, True
         self.use([adapter])
         self._held[adapter] = None
+
+    def check(self, adapter: ServedAdapter) -> None:
+        """Raise, after the first step with an adapter, if a layer has added nothing."""
+        if adapter.in_memory and not adapter.is_checked:
+            self._check(adapter.number)
+            adapter.is_checked = True
 
     def drop(self, adapter: ServedAdapter) -> None:
         """Free an adapter, if it is in memory."""

@@ -50,4 +50,5 @@ def start(executor: Executor) -> Scheduler:
 def adapter_memory(executor: Executor) -> AdapterMemory:
     """Return the adapters that the ranks have in memory: none yet."""
     most = executor.worker.config.max_cpu_loras
-    return AdapterMemory(executor.load_adapter, executor.drop_adapter, most)
+    load, drop, check = executor.load_adapter, executor.drop_adapter, executor.check_adapter_used
+    return AdapterMemory(load, drop, check, most)

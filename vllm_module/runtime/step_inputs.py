@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_module.runtime.sequence import Sequence
+from vllm_module.runtime.served_adapter import ServedAdapter
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ class Step:
             that is copied on the device is read before any of it is written.
         routed: the copy of the experts that its tokens go to, and the event of its end, once the
             step is launched and if they are kept.
+        versions: of its adapters, when it was launched.
 
     """
 
@@ -49,6 +51,7 @@ class Step:
     states: Moves = field(default_factory=Moves)
     saved: list[tuple[int, int]] = field(default_factory=list)
     routed: tuple[torch.Tensor, Any] | None = None
+    versions: dict[ServedAdapter, str] = field(default_factory=dict)
 
     @property
     def moves(self) -> bool:

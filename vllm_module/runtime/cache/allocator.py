@@ -57,14 +57,17 @@ class Allocator:
         """Return the cached pages to reuse, each with its prefix, and the number of cached pages.
 
         With states, that number is larger if no state is saved after the last page. Returns None if
-        too few other pages are free.
+        too few other pages are free. An adapter that was updated while the sequence waited has
+        other pages from then on.
         """
-        pool = self.pool
+        pool, request = self.pool, sequence.request
+        salt, adapter = request.cache_salt, request.adapter
+        sequence.salt = salt if adapter is None else adapter.salt(salt)
         found: list[tuple[int, int]] = []
-        if self.prefix_caching and reuse and sequence.request.params.prompt_logprobs is None:
+        if self.prefix_caching and reuse and request.params.prompt_logprobs is None:
             # The last token is always computed, because its logits give the next one.
             limit = (len(sequence.tokens) - 1) // pool.page_size
-            found = pool.find_cached(sequence.tokens, limit, sequence.request.cache_salt)
+            found = pool.find_cached(sequence.tokens, limit, sequence.salt)
         num_known = len(found)
         while found and self.has_states and found[-1][1] not in self.saved:
             found.pop()

@@ -116,6 +116,10 @@ class WeightChanges:
             raise
         return found
 
+    def check_adapter_used(self, number: int) -> None:
+        """Raise if a layer of any rank has added nothing in a step with the adapter."""
+        self._everywhere("check_adapter_used", number)
+
     def drop_adapter(self, number: int) -> None:
         """Free an adapter on every rank."""
         self._everywhere("drop_adapter", number)

@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_module.adapters import (
-    check_used,
-    slot_bytes,
-)
+from vllm_module.adapters import slot_bytes
 from vllm_module.build.consistency import describe
 from vllm_module.build.loader import find_and_load
 from vllm_module.build.model_source import ModelSource
@@ -112,7 +109,6 @@ class Worker(WorkerWeights):
         self._shape: tuple[int, int, int] | None = None  # arguments of the last start
         on_gpu, most = self.device.type == "cuda", (config.max_loras, config.max_lora_rank)
         self._adapter_rows = AdapterRows(AdapterSlots(*most) if on_gpu else None)
-        self._checked: set[int] = set()  # adapters all of whose layers were used
 
     @property
     def is_encoder(self) -> bool:
@@ -302,10 +298,6 @@ class Worker(WorkerWeights):
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
         logits = self.runner.run(inputs, sampled)
-        if inputs.adapters and inputs.rows:
-            for number in {*inputs.adapters.values()} - self._checked:
-                check_used(self._adapters[number], number)
-                self._checked.add(number)
         if self._pipe is not None and not self._pipe.is_last:
             return logits  # none
         expected = len(inputs.rows), self.source.config.vocab_size

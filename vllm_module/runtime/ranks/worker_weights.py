@@ -14,6 +14,7 @@ from vllm_module.adapters import (
     AdapterPlans,
     attach,
     base_names,
+    check_used,
     detach,
     file_versions,
     gathered,
@@ -112,6 +113,10 @@ class WorkerWeights:
             if self._adapter_rows.slots is not None:
                 self._adapter_rows.slots.forget(number)
 
+    def check_adapter_used(self, number: int) -> None:
+        """Raise ``UnsupportedModelError`` if a step with an adapter used not all of its layers."""
+        check_used(self._adapters[number], number)
+
     def take_adapter(
         self,
         weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
@@ -120,21 +125,17 @@ class WorkerWeights:
     ) -> None:
         """Take A and B under PEFT's names for :meth:`update_adapter`, without writing them.
 
-        Raises ``UnsupportedModelError`` if ``config``, their settings, are others. A pipeline stage
-        raises what :meth:`update_adapter` would; ranks of one stage refuse alike.
+        Raises ``UnsupportedModelError`` if ``config``, their settings, are others, and
+        ``WeightLoadError`` if they do not fit.
         """
         adapter = self._adapters[number]
         if config is not None:
             adapter.config.check_same(config)
         self._taken = base_names(gathered(weights), adapter.config)
-        if self.config.pipeline_parallel_size > 1:
-            adapter.check_update(self._taken)
+        adapter.check_update(self._taken)
 
     def update_adapter(self, number: int) -> None:
-        """Write what was taken into A and B of an adapter.
-
-        Raises ``WeightLoadError`` if it does not fit; then nothing has changed.
-        """
+        """Write what was taken into A and B of an adapter; if that raises, they are a mixture."""
         taken, self._taken = self._taken, {}
         self._adapters[number].update(taken)
         self._adapter_rows.updates += 1
