@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.cli import main
@@ -22,6 +24,7 @@ from vllm_module.cli import main
 SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 ADMIN = "sk-admin"
 TEXT = "hello adapters"
+FILE = "adapter_model.safetensors"
 
 
 def test_an_adapter_is_a_model(server: Any, sync: LLM, adapter: Path) -> None:
@@ -89,6 +92,39 @@ def test_an_adapter_is_a_model(server: Any, sync: LLM, adapter: Path) -> None:
     code, answer = server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "tuned"}, ADMIN)
     assert code == 400
     assert "no adapter is called 'tuned'" in answer["error"]["message"]
+
+
+def test_an_update_in_place(server: Any, sync: LLM, adapter: Path, tmp_path: Path) -> None:
+    """With load_inplace, an adapter is loaded, or new files of it are written into it."""
+    doubled = {name: 2 * each for name, each in load_file(adapter / FILE).items()}
+    save_file(doubled, tmp_path / FILE)
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
+    sync.load_adapter("doubled", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    (wanted,) = sync.generate(TEXT, params, use_tqdm=False, lora_request="doubled")
+    sync.unload_adapter("doubled")
+    texts = []
+    for path in (adapter, tmp_path):
+        given = {"lora_name": "pushed", "lora_path": str(path), "load_inplace": True}
+        code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
+        assert (code, answer) == (200, {"status": "loaded"})
+        completion = server.client().completions.create(
+            model="pushed", prompt=TEXT, max_tokens=12, temperature=0
+        )
+        texts.append(completion.choices[0].text)
+    assert texts[1] == wanted.outputs[0].text != texts[0]
+    del given["load_inplace"]
+    code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
+    assert code == 400
+    assert "called 'pushed' already" in answer["error"]["message"]
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
+    given["load_inplace"] = True
+    code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
+    assert code == 400
+    assert "lora_alpha 3.0 for" in answer["error"]["message"]
+    given = {"lora_name": "pushed"}
+    assert server.ask("POST", "/v1/unload_lora_adapter", given, ADMIN)[0] == 200
 
 
 def test_a_wrong_folder(server: Any, tmp_path: Path) -> None:
