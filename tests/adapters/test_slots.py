@@ -204,6 +204,30 @@ def test_memory_stays_until_an_adapter_needs_more() -> None:
     layers.step([4, 3, 4])
 
 
+def test_without_memory_for_more_a_layer_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that has no place is not loaded; those before it are computed in all steps."""
+    layers = Layers(2)
+    layers.load(0, [4, 0, 4], [2, 2, 2])
+    layers.load(1, [1, 1, 1], None)
+    layers.step([0, 1])
+    layout, memory = layers.slots.layout, layers.layers[0].memory
+
+    def none_left(self: SlotMemory, *_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotMemory, "__init__", none_left)
+        with pytest.raises(torch.OutOfMemoryError):
+            layers.load(2, [17, 0, 0], None)
+    layers.unload(2)
+    assert (layers.slots.layout, layers.layers[0].memory) == (layout, memory)
+    layers.update(1)
+    layers.step([0, 1, -1])
+    layers.load(3, [3, 3, 3], [1, 1, 1])  # into slots that others had
+    layers.step([3, 1])
+    layers.step([0, 3])
+
+
 def test_the_adapter_that_was_used_longest_ago_leaves() -> None:
     """A slot is not taken from an adapter of the same step."""
     slots = AdapterSlots(2)

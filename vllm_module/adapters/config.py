@@ -160,27 +160,56 @@ _WITHOUT_EFFECT = frozenset(
         "ensure_weight_tying",
         "eva_config",
         "inference_mode",
-        "init_lora_weights",
         "loftq_config",
         "lora_dropout",
         "lora_ga_config",
         "megatron_config",
         "megatron_core",
-        "monteclora_config",
         "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
         "task_type",
-        "velora_config",
     )
 )
-_ADVICE = {
-    "use_dora": "its weights are normalized by column",
-    "modules_to_save": "whole weights replace those of the base",
-    "trainable_token_indices": "rows of the embedding are replaced",
+# What is not computed here, and why. PEFT takes an empty object for one with defaults.
+_NOT_COMPUTED = {
+    "alora_invocation_tokens": "it adds to the tokens behind these alone",
+    "arrow_config": "it chooses among other adapters for each token",
+    "bias": "biases of the base are replaced",
+    "kasa_config": "it changes the base's weights, and has a diagonal between A and B",
     "layer_replication": "layers of the base are used several times",
+    "lora_bias": "B has a bias",
+    "modules_to_save": "whole weights replace those of the base",
+    "monteclora_config": "its file has tensors beside A and B",
+    "trainable_token_indices": "rows of the embedding are replaced",
+    "use_bdlora": "A or B is stored as blocks of a diagonal",
+    "use_dora": "its weights are normalized by column",
+    "use_qalora": "the inputs of A are averages of groups",
+    "velora_config": "its file has tensors beside A and B",
 }
+_EMPTY_IS_ON = frozenset(name for name in _NOT_COMPUTED if name.endswith("_config")) | {
+    "use_bdlora"
+}
+# How A and B began. Others than these change the base's weights, too, so that the sum stays.
+_HARMLESS_BEGINNINGS = frozenset(("gaussian", "eva", "orthogonal", "mica"))
+_MERGE = "merge the adapter into its base model with PEFT's merge_and_unload()"
+
+
+def _check_beginning(value: Any, where: str) -> None:
+    """Raise ``UnsupportedModelError`` if A and B are for a base whose weights PEFT changes.
+
+    PEFT's conversion of such an adapter to one of the unchanged base sets the entry to true.
+    """
+    if not value or value is True or str(value).lower() in _HARMLESS_BEGINNINGS:
+        return
+    raise UnsupportedModelError(
+        f"{where}: init_lora_weights is {shorten(value)}. With pissa, olora, corda, loftq and "
+        "lora_ga, A and B add to weights that PEFT has changed, and here they would be added to "
+        "the unchanged ones; no other such value is known. Save the adapter with "
+        "save_pretrained(path_initial_model_for_weight_conversion=...), which makes it one of the "
+        f"unchanged base, or {_MERGE}; if the base here is the changed one, set the entry to true"
+    )
 
 
 def adapter_config(entries: Mapping[str, Any], where: str) -> AdapterConfig:
@@ -193,16 +222,20 @@ def adapter_config(entries: Mapping[str, Any], where: str) -> AdapterConfig:
     if kind != "LORA":
         raise UnsupportedModelError(
             f"{where}: peft_type is {shorten(kind)}, and LORA is the only kind that is loaded: "
-            "merge the adapter into its base model with PEFT's merge_and_unload()"
+            f"{_MERGE}"
         )
     for name, value in entries.items():
-        harmless = not value or name in AdapterConfig.model_fields or name in _WITHOUT_EFFECT
-        if harmless or (name, value) in (("bias", "none"), ("lora_bias", False)):
+        if name == "init_lora_weights":
+            _check_beginning(value, where)
             continue
-        why = f" ({_ADVICE[name]})" if name in _ADVICE else ""
+        off = value is None or (not value and name not in _EMPTY_IS_ON)
+        known = name in AdapterConfig.model_fields or name in _WITHOUT_EFFECT
+        if off or known or (name, value) == ("bias", "none"):
+            continue
+        why = f" ({_NOT_COMPUTED[name]})" if name in _NOT_COMPUTED else ""
         raise UnsupportedModelError(
             f"{where}: {printable(name)} is {shorten(value)}, which is not computed here{why}: "
-            "merge the adapter into its base model with PEFT's merge_and_unload()"
+            f"{_MERGE}"
         )
     try:
         return AdapterConfig(**entries)
