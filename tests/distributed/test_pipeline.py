@@ -253,6 +253,20 @@ def test_an_update_between_steps_and_an_abort(four: tuple[Path, LLM], expected: 
     assert tokens(llm) == old_tokens
 
 
+def test_no_stage_waits_for_a_step_when_all_requests_are_gone(four: tuple[Path, LLM]) -> None:
+    """The wait of its ranks for each other would end the engine after half an hour."""
+    _, llm = four
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    for at, prompt in enumerate(PROMPTS[:3]):
+        llm.engine.add(str(at), prompt["prompt_token_ids"], params)
+    llm.engine.step()
+    steps = llm.executor._in_flight._steps
+    assert steps, "a step that the other stage was told of"
+    for at in range(3):
+        llm.engine.abort(str(at))
+    assert not steps
+
+
 def test_an_engine_of_stages_serves_its_weights(four: tuple[Path, LLM], monkeypatch: Any) -> None:
     """An engine that loads from it has the same digests."""
     _, llm = four

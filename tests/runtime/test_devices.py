@@ -92,7 +92,7 @@ class StandIn:
 
         return called
 
-    def update_weights(self, weights: Any, *, whole: bool) -> None:
+    def update_weights(self, weights: Any, whole: bool) -> None:
         self._note("update_weights")
         for _ in weights:
             assert torch.cuda.current_device() == self.device.index

@@ -639,6 +639,13 @@ def test_close_ends_everything_however_often(ended: Executor, folder: Path) -> N
         gc.collect()
         assert not alive(pids)
         assert torch.get_num_threads() == 5
+        # As in a change from three ranks to two: those that are left have their part.
+        larger, smaller = executor(folder, 3), executor(folder, 2)
+        assert torch.get_num_threads() == 1
+        larger.close()
+        assert torch.get_num_threads() == 2
+        smaller.close()
+        assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(threads)
 

@@ -304,6 +304,11 @@ def test_engines_that_cannot_change(
             patch.setattr(llm.executor, "stages", 2)
             with pytest.raises(ValueError, match="2 pipeline stages"):
                 llm.reshard(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.executor.worker, "config", EngineConfig())
+            patch.setattr(llm.executor.worker, "device", torch.device("cuda:1"))
+            with pytest.raises(ValueError, match="is on cuda:1, which its ranks would not be on"):
+                llm.reshard(2)
         llm.sleep()
         with pytest.raises(ModelNotReadyError, match="sleeps"):
             llm.reshard(2)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -412,12 +413,19 @@ class Engine(Requests):
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         super()._finish(sequence, reason)
-        if not self.requests:
-            self._launched.clear()
+        if not self.requests and self._launched:
+            self._forget_launched()
             self.scheduler.in_flight.clear()
 
+    def _forget_launched(self) -> None:
+        """Drop the launched steps once the other stages of a pipeline do not wait for this rank."""
+        while self._launched:
+            if (rest := self._launched.popleft().rest) is not None:
+                with suppress(Exception):  # which ends the engine
+                    rest()
+
     def _end_all(self, error: str) -> None:
-        self._launched.clear()
+        self._forget_launched()
         self._start_over = False
         self.token_counts = TokenCounts()
         super()._end_all(error)

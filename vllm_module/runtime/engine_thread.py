@@ -196,6 +196,8 @@ class EngineThread:
             goes_on = bool(self.running)
             if self.paused and not self._draining:  # no step, but the end of what was aborted
                 goes_on = any(request.finished for request in self.running)
+            if not goes_on:
+                self.llm.executor.settle()
             try:
                 call = self._calls.get(block=not goes_on)
             except queue.Empty:

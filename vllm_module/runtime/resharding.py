@@ -108,6 +108,11 @@ class Resharding:
                 "distributed_executor_backend is 'uni', an engine of one process: make it with "
                 "'mp', which starts ranks"
             )
+        if executor.worker.device.index:  # the first of other ranks has device 0
+            raise ValueError(
+                f"the engine is on {executor.worker.device}, which its ranks would not be on: make "
+                "it with device='cuda' and the devices that it may have in CUDA_VISIBLE_DEVICES"
+            )
         for adapter in self.engine.adapters.values():
             if adapter.updates and size != executor.size:
                 raise ValueError(

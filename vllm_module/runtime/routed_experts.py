@@ -87,9 +87,9 @@ class RoutedExperts:
         """Keep the experts of pages that have been cached for other prompts, from ``first`` on."""
         if first == sequence.num_cached_pages:
             return
-        size, routed = self._page_size, sequence.routed_experts()
-        for index in range(first, sequence.num_cached_pages):
-            self._pages[sequence.pages[index]] = routed[index * size : (index + 1) * size]
+        size, routed = self._page_size, sequence.routed_since(first * self._page_size)
+        for page in sequence.pages[first : sequence.num_cached_pages]:
+            self._pages[page], routed = routed[:size], routed[size:]
 
     def _keep_before(self, sequence: Sequence, known: int, start: int) -> None:
         """Keep the experts of tokens that were not computed: another sample's, or cached ones."""

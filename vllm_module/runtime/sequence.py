@@ -94,6 +94,15 @@ class Sequence:
             self.routed = [np.concatenate(self.routed)]
         return self.routed[0]
 
+    def routed_since(self, start: int) -> Routed:
+        """Return the experts of the tokens from ``start`` on, without a copy of those before."""
+        parts: list[Routed] = []
+        begin = self.num_routed
+        while begin > start:
+            parts.insert(0, self.routed[-1 - len(parts)])
+            begin -= len(parts[0])
+        return np.concatenate(parts)[start - begin :]
+
     @property
     def output(self) -> list[int]:
         """Generated tokens."""

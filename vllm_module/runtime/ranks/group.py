@@ -45,8 +45,9 @@ _RANKS_PER_CPU = 8  # limit on ranks per CPU core; tests start many
 _LEAST_LIMIT = 64  # number of ranks always allowed on a CPU, however few cores it has
 _END = 10.0  # seconds in which the other started processes end after one of them has
 
-# Engines that started ranks, and torch's number of threads, which is the process's, before them.
-_sharing: list[int] = [0, 0]
+# The sizes of engines that started ranks, and torch's number of threads before the first of them.
+_sharing: list[int] = []
+_cores = [0]
 
 
 class Ranks:
@@ -92,7 +93,8 @@ class Ranks:
         self._pid = os.getpid()
         self.processes: Processes | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
-        self._owns_groups = self._parted = self._shares_cores = False
+        self._owns_groups = self._parted = False
+        self._shares_cores = 0  # number of ranks that this process has started, while they run
         try:
             if connections is None:
                 self._meet(config, work, arguments)
@@ -262,13 +264,13 @@ class Ranks:
             self._cut_off()
         self._words = {}
         if self._shares_cores:
-            _share_cores(-1)
+            _end_sharing(self._shares_cores)
         if self._owns_groups:
             for group in (self.control, self.group, self.pipe):
                 if group is not None:
                     group.shutdown()
         self.processes, self.control = None, None
-        self._owns_groups = self._shares_cores = False
+        self._owns_groups, self._shares_cores = False, 0
 
     def _cut_off(self) -> None:
         """Close the connections to other ranks, by receives that time out.
@@ -315,8 +317,8 @@ class Ranks:
         self.device = own_device(self.device, 0)
         values = arguments()
         store = meeting_place(size)
-        threads = _share_cores(+1, size)
-        self._owns_groups = self._shares_cores = True
+        threads = _share_cores(size)
+        self._owns_groups, self._shares_cores = True, size
         given = size, store.port, threads, *values
         self.processes = Processes(size - 1, work, given, self._abort)
         self._join(*connect(store, 0, size, self.device, self.stages))
@@ -369,20 +371,23 @@ def _sizes(ranks: int, stages: int) -> str:
     return f"tensor_parallel_size is {ranks // stages}{of_stages}"
 
 
-def _share_cores(engines: int, size: int = 1) -> int:
-    """Count an engine that starts ``size`` ranks (+1), or one that ends (-1); return its threads.
+def _share_cores(size: int) -> int:
+    """Count an engine that starts ``size`` ranks, and return the number of threads of each.
 
-    The ranks of a host share its cores. After the last engine, torch has as many threads as before.
+    The ranks of a host share its cores. This process has the threads of the largest engine, and
+    after the last one as many as before.
     """
-    if not _sharing[0]:
-        _sharing[1] = torch.get_num_threads()
-    _sharing[0] += engines
-    threads = max(1, _sharing[1] // size)
-    if engines > 0:
-        torch.set_num_threads(min(threads, torch.get_num_threads()))
-    elif not _sharing[0]:
-        torch.set_num_threads(_sharing[1])
-    return threads
+    if not _sharing:
+        _cores[0] = torch.get_num_threads()
+    _sharing.append(size)
+    torch.set_num_threads(max(1, _cores[0] // max(_sharing)))
+    return max(1, _cores[0] // size)
+
+
+def _end_sharing(size: int) -> None:
+    """Undo :func:`_share_cores`."""
+    _sharing.remove(size)
+    torch.set_num_threads(max(1, _cores[0] // max(_sharing, default=1)))
 
 
 def _is_of_others(error: BaseException) -> bool:

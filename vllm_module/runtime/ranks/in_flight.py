@@ -101,6 +101,8 @@ class PipelineSteps:
         self.worker.expect(len(inputs.input_ids))
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
+        if self._closed is not None:
+            raise RuntimeError(f"the engine has ended: {self._closed}")
         with self._or_end(self._step_timeout), products(self.products):
             result: torch.Tensor = self._do("run", inputs)
         return result
