@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import runpy
 import warnings
 from collections.abc import Callable
@@ -230,6 +232,53 @@ def test_the_command(
     for wrong in (["--quantization", "fp8"], ["--ignore", "lm_head"], ["--group-size", "64"]):
         assert main([*given, str(tmp_path / "no"), *wrong]) == 2
         assert "--quantization" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at", ["the first file", "a name", "a tensor", "the end"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk(
+    tuned: Callable[[str], Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    code: int,
+) -> None:
+    """The command says so, with advice, and leaves nothing behind; with more space it succeeds."""
+    one, out, left = tuned("qwen3"), tmp_path / "disk/out", [9000]
+    pwrite, opened, given = os.pwrite, Path.open, (str(one.base), "--adapter", str(one.adapter))
+
+    def full(*_: object, path: Path | None = None) -> Any:
+        where = () if path is None else (str(path),)
+        raise OSError(code, os.strerror(code), *where)
+
+    def some(descriptor: int, data: Any, offset: int) -> int:
+        """Write as much as there is space for, and then nothing."""
+        part = data[: left[0]] if left[0] else full()
+        left[0] -= len(part)
+        return pwrite(descriptor, part, offset)
+
+    def no_name(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.name == "model.safetensors" and path.is_relative_to(tmp_path):
+            full(path=path)
+        return opened(path, *arguments, **named)
+
+    owner, name, faulty = {
+        "the first file": (Path, "write_bytes", full),
+        "a name": (Path, "open", no_name),
+        "a tensor": (os, "pwrite", some),
+        "the end": (os, "fsync", full),
+    }[at]
+    command = ["convert", *given, "--out", str(out)]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, faulty)
+        assert main(command) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    reason = f"{out} cannot be written: {os.strerror(code)}; free space, or name a place on another"
+    assert told == f"error: {reason} disk"
+    assert list(out.parent.iterdir()) == []
+    assert main(command) == 0
+    assert_same(stored(out), merged(one.base, one.adapter, tmp_path / "other"))
 
 
 def test_a_model_that_makes_other_tensors_is_refused(tuned: Callable[[str], Any]) -> None:

@@ -123,7 +123,7 @@ def test_pushed_each_step(loaded: LLM, folder: Path, expected: list[list[int]], 
         group = init_weight_transfer("127.0.0.1", port, 0, 2)
         names.append(group.group_name)
         for step in range(1, STEPS + 1):
-            send_weights(steps[step], group=group)
+            send_weights(steps[step], group=group, bucket_bytes=2048)
 
     trainer = threading.Thread(target=train)
     trainer.start()

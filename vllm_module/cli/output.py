@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import sys
 from collections import defaultdict
@@ -311,7 +312,11 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, FileExistsError) and error.strerror is None:  # ours, with advice
             raise CommandError(str(error)) from error
-        if error.strerror is None or error.filename not in (None, str(path)):
+        # A folder is written under another name beside it, until it is whole.
+        place = os.path.abspath(os.path.expanduser(path))
+        beside = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.")
+        is_its = error.filename in (None, str(path)) or str(error.filename).startswith(beside)
+        if error.strerror is None or not is_its:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "; free space, or name a place on another disk" if full else ""
