@@ -250,15 +250,31 @@ SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "alpha_pattern should be",
     ),
     "no rank": ({"r": None}, CheckpointFormatError, "r should be"),
-    "a pattern that explodes": (
-        {"target_modules": "(a+)+$"},
+    "a pattern that refers to itself": (
+        {"target_modules": r"(.*)\.\1"},
         CheckpointFormatError,
-        "that ends soon",
+        "that ends soon, without references",
     ),
-    "a pattern of repeats": (
-        {"target_modules": ".*" * 20},
+    "a pattern that looks behind": (
+        {"exclude_modules": "(?<=a)b*"},
         CheckpointFormatError,
-        "that ends soon",
+        "that ends soon, without flags",
+    ),
+    "a pattern with flags": (
+        {"rank_pattern": {"(?i)q": 4}},
+        CheckpointFormatError,
+        "that ends soon, without flags",
+    ),
+    "a pattern of many groups": (
+        {"alpha_pattern": {"(" * 60 + ")" * 60: 4}},
+        CheckpointFormatError,
+        "that ends soon, with at most 40 groups",
+    ),
+    "a long pattern": ({"target_modules": "a" * 10_001}, CheckpointFormatError, "at most 10000"),
+    "a pattern for the layers": (
+        {"layers_to_transform": 1, "layers_pattern": "(a|b)*"},
+        CheckpointFormatError,
+        "layers_pattern should",
     ),
     "no pattern": ({"target_modules": "("}, CheckpointFormatError, "regular expression"),
     "numbers for names": ({"target_modules": [1]}, CheckpointFormatError, "target_modules"),
