@@ -264,10 +264,17 @@ class Adapter(AdapterModule):
         self.update_weights(self._finite(weights))
 
     def check_update(self, weights: Mapping[str, Weight]) -> None:
-        """Raise what an update would raise before it writes anything."""
-        report = self.plan_weights(self._finite(weights)).report
-        report.missing.clear()
-        self._refuse(report)
+        """Raise what an update would raise before it writes anything.
+
+        A number that the adapter's dtype does not have is refused, too.
+        """
+        plan = self.plan_weights(self._finite(weights))
+        plan.report.missing.clear()
+        self._refuse(plan.report)
+        for fill in plan.fills:
+            dtype = fill.location.tensor.dtype
+            if isinstance(fill.weight, torch.Tensor) and fill.weight.dtype != dtype:
+                refuse_infinite(f"{fill.name}, as {dtype},", fill.weight.to(dtype))
 
     def _finite(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return A and B alone; refuse NaN and infinity."""

@@ -91,6 +91,10 @@ class AdapterMethods:
             ValueError: there is no adapter of this name.
             WeightLoadError: the weights do not fit; nothing was changed.
 
+        If writing them fails midway, no request is computed with the mixture: A and B leave the
+        memory, and are read again from the adapter's folder. If updates had changed them before,
+        they are in no file, and requests end with an error until the adapter is loaded again.
+
         """
         check_type(
             "weights", weights, "a folder, or names with tensors", str, Path, Mapping, Iterable
@@ -108,7 +112,14 @@ class AdapterMethods:
             adapter = self.engine.adapter(name)
             if not adapter.in_memory:
                 self._load(adapter)
-            self.executor.update_adapter(adapter.number, weights, config)
+            self.executor.take_adapter(adapter.number, weights, config)
+            try:
+                self.executor.update_adapter(adapter.number)
+            except BaseException:
+                if self.executor.end is None:
+                    self._memory().drop(adapter)  # A and B are a mixture
+                    self.engine.drop()  # the step after one that is launched would not read them
+                raise
             adapter.updates += 1  # requests from now on look for other pages
 
     def merge_adapter(self, name: str) -> None:

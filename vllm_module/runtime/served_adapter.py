@@ -115,6 +115,11 @@ class AdapterMemory:
         Raises what reading it raises, and ``WeightReadError`` if its files are not those that it
         was loaded from first; then it is not in memory.
         """
+        if adapter.updates:
+            raise WeightReadError(
+                f"an update of the adapter {shorten(adapter.name)} had failed midway, and what "
+                "updates before it wrote is in no file: unload_adapter it, and load it again"
+            )
         self._make_room(running)
         loaded = self._load(adapter.number, adapter.path)
         # The number of ranks may be another one than then.

@@ -297,6 +297,8 @@ class Worker(WorkerWeights):
             if sampled is None:
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
+        if inputs.adapters:  # else layers would add nothing, without a word
+            assert self._adapters.keys() >= {*inputs.adapters.values()}, "adapters are in memory"
         logits = self.runner.run(inputs, sampled)
         if self._pipe is not None and not self._pipe.is_last:
             return logits  # none

@@ -134,6 +134,10 @@ class WorkerWeights:
         self._taken = base_names(gathered(weights), adapter.config)
         adapter.check_update(self._taken)
 
+    def forget_taken(self) -> None:
+        """Free what was taken for an update that is not to be."""
+        self._taken = {}
+
     def update_adapter(self, number: int) -> None:
         """Write what was taken into A and B of an adapter; if that raises, they are a mixture."""
         taken, self._taken = self._taken, {}
