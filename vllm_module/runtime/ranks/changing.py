@@ -103,13 +103,13 @@ class WeightChanges:
         if not self.worker.model.allow_nan:
             refuse_nan_sent(pairs)
 
-    def load_adapter(self, number: int, path: str) -> list[LoadedAdapter]:
-        """Load an adapter on every rank, and return what each has, by rank.
+    def load_adapter(self, number: int, path: str, again: bool) -> list[LoadedAdapter]:
+        """Load an adapter on every rank, maybe ``again``, and return what each has, by rank.
 
         Raises what the ranks raise; then no rank has it.
         """
         try:
-            found: list[LoadedAdapter] = self._everywhere("load_adapter", number, path)
+            found: list[LoadedAdapter] = self._everywhere("load_adapter", number, path, again)
         except Exception:
             if self._closed is None:
                 self.drop_adapter(number)

@@ -17,6 +17,7 @@ from vllm_module.adapters import (
     check_used,
     detach,
     file_versions,
+    fingerprint,
     gathered,
     open_adapter,
 )
@@ -25,7 +26,7 @@ from vllm_module.base.messages import printable
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import EngineConfig
-from vllm_module.core.fill import refuse_nan
+from vllm_module.core.fill import Fill, refuse_nan
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
 from vllm_module.layers.lora_rows import AdapterRows
@@ -83,8 +84,12 @@ class WorkerWeights:
             refuse_nan(plan.fills)
 
     @paused_gc()
-    def load_adapter(self, number: int, path: str) -> LoadedAdapter:
+    def load_adapter(self, number: int, path: str, again: bool = False) -> LoadedAdapter:
         """Load this rank's part of an adapter.
+
+        One that is loaded ``again`` was made for the base as it was then, which updates may have
+        changed, as they do under adapters that stay in memory. So copies of the base's tensors
+        that PEFT saves beside A and B are not compared again.
 
         Raises ``WeightLoadError`` if it does not fit the model; then nothing has changed.
         """
@@ -97,13 +102,15 @@ class WorkerWeights:
         with open_adapter(path) as (config, weights):
             if self._adapter_plans is None:
                 self._adapter_plans = AdapterPlans(self.model)
-            adapter = self._adapter_plans.load(config, weights)
+            is_base = (lambda copy: True) if again else Fill.is_held
+            adapter = self._adapter_plans.load(config, weights, is_base)
+        compared = fingerprint(path) if self._all_ranks > 1 else ""
         if file_versions(path) != versions:
             raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
         attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
         self._adapters[number] = adapter
         size = sum(each.nbytes for each in adapter.parameters())
-        return LoadedAdapter(len(list(adapter.layers())), size, versions)
+        return LoadedAdapter(len(list(adapter.layers())), size, versions, compared)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, if this rank has it."""
