@@ -41,6 +41,7 @@ class AdapterMethods:
             ValueError: another adapter has this name.
             WeightLoadError: the adapter does not fit the model, or cannot be computed; it is not
                 loaded, and requests continue.
+            RuntimeError: the engine sleeps.
 
         """
         check_type("name", name, "text", str)
@@ -86,6 +87,7 @@ class AdapterMethods:
         Raises:
             ValueError: there is no adapter of this name.
             WeightLoadError: the weights do not fit; nothing was changed.
+            RuntimeError: the engine sleeps.
 
         If writing them fails midway, no request is computed with the mixture: A and B leave the
         memory, and are read again from the adapter's folder. If updates had changed them before,
@@ -104,7 +106,7 @@ class AdapterMethods:
         else:
             weights = gathered(weights)
         with self.engine.alone():
-            self.executor.check()
+            self._check_awake()
             adapter = self.engine.adapter(name)
             if not adapter.in_memory:
                 self._load(adapter)
@@ -157,6 +159,11 @@ class AdapterMethods:
                 "them"
             )
 
+    def _check_awake(self) -> None:
+        self.executor.check()
+        if "weights" in self.executor.sleeping:  # adapters sleep with them
+            raise RuntimeError("the engine sleeps: wake_up() first")
+
     def _memory(self) -> AdapterMemory:
         memory = self.engine.adapter_memory
         assert memory is not None, "the LLM made the engine with it"
@@ -164,10 +171,10 @@ class AdapterMethods:
 
     def _load(self, adapter: ServedAdapter) -> None:
         """Read an adapter, for which others may leave the memory, but not those that are used."""
+        self._check_awake()
         self._memory().load(adapter, self.engine.scheduler.running_adapters())
 
     def _load_new(self, name: str, path: str | Path) -> ServedAdapter:
-        self.executor.check()
         adapter = ServedAdapter(name, next(self._adapter_numbers), str(path))
         self._load(adapter)
         self.engine.adapters[name] = adapter
