@@ -285,3 +285,25 @@ def test_an_update_that_fails_midway(
         llm.unload_adapter("a")
         llm.load_adapter("a", folder / "a")
         assert answers() == wanted("a")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_requests_of_more_adapters_wait_fairly(folder: Path, following: Next, early: bool) -> None:
+    """None is begun before one that came earlier, though its adapter runs or it has none."""
+    names = ["a", "b", "a", None, "b"]
+    with load(folder, max_loras=1, max_num_seqs=4, async_scheduling=early) as llm:
+        for name in ("a", "b"):
+            llm.load_adapter(name, folder / name)
+        first: list[int] = []
+        ended: dict[int, list[int]] = {}  # the requests that had begun when this one ended
+        prompts = [asked(LONG[: 3 + at], name) for at, name in enumerate(names)]
+        for index, output in llm.serve(prompts, PARAMS, every_token=True):
+            first += [index] * (index not in first)
+            if output.finished:
+                ended[index] = list(first)
+                tokens = list(output.outputs[0].token_ids)
+                assert tokens == greedy(following, names[index], LONG[: 3 + index])
+        assert first == [0, 1, 2, 3, 4]
+        assert ended[0] == [0]
+        assert ended[1] == [0, 1]
+        assert ended[2] == ended[3][:4] == [0, 1, 2, 3]
