@@ -266,10 +266,12 @@ class EngineConfig(_Closed):
         max_loras: most LoRA adapters in one step; requests of others wait in turn.
         max_cpu_loras: most LoRA adapters in memory, ``max_loras`` or more, beside those that were
             updated. Those that were used longest ago are dropped, and read again from their folders
-            when a request needs them. By default all stay.
+            when a request needs them; while one is read, there is one more. By default all stay.
         max_lora_rank: largest rank of a LoRA adapter; larger ones are refused. On a GPU, the cache
             leaves memory for ``max_loras`` adapters of all linear layers. By default any rank is
-            taken, and memory beside the cache grows with the largest.
+            taken, and memory beside the cache grows with the largest. The A and B of each loaded
+            adapter are on the GPU beside that, and are not counted: lower
+            ``gpu_memory_utilization`` for many.
         worker_extension_cls: a class, or its qualified name, whose methods every rank's worker gets
             for :meth:`~vllm_module.LLM.collective_rpc`.
 

@@ -17,6 +17,7 @@ from peft import get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.errors import RankError, WeightLoadError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
@@ -224,3 +225,85 @@ def test_prompts_in_parts_beside_others(folder: Path, following: Next) -> None:
         for prompt, output in zip(prompts, outputs, strict=True):
             wanted = greedy(following, prompt["adapter"], prompt["prompt_token_ids"])
             assert (output.error, list(output.outputs[0].token_ids)) == (None, wanted)
+
+
+def test_an_update_that_the_dtype_does_not_have(folder: Path, theirs: Any) -> None:
+    """A number that is infinite in 16 bits is refused, as it is when an adapter is loaded."""
+    large = new_weights(theirs, "a")
+    name = next(iter(large))
+    large[name] = large[name] * 0 + 70_000
+    with load(folder, dtype="float16") as llm:
+        llm.load_adapter("a", folder / "a")
+        (before,) = llm.generate([asked(LONG, "a")], PARAMS, use_tqdm=False)
+        with pytest.raises(WeightLoadError, match=r"lora_A, as torch\.float16, .* infinite"):
+            llm.update_adapter("a", large)
+        (after,) = llm.generate([asked(LONG, "a")], PARAMS, use_tqdm=False)
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        assert after.outputs[0].weight_versions == [("0/a@0", COUNT)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank"),
+    [({}, 0), ({"async_scheduling": True}, 0), ({"tensor_parallel_size": 2}, 1)],
+    ids=["alone", "asynchronous", "two ranks"],
+)
+def test_an_update_that_fails_midway(
+    folder: Path, theirs: Any, following: Next, break_method: Any, settings: Any, rank: int
+) -> None:
+    """No token is computed with a mixture of old and new A and B, of layers or of ranks."""
+
+    def answers() -> list[tuple[str | None, list[int]]]:
+        prompts = [asked(LONG[:5], name) for name in (None, "a", "b")]
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        return [(output.error, list(output.outputs[0].token_ids)) for output in outputs]
+
+    def wanted(a: str) -> list[tuple[str | None, list[int]]]:
+        return [(None, greedy(following, name, LONG[:5])) for name in (None, a, "b")]
+
+    new = new_weights(theirs, "a")
+    with load(folder, **settings) as llm:
+        for name in ("a", "b"):
+            llm.load_adapter(name, folder / name)
+        stream = llm.serve([asked(LONG[:7], "a")], PARAMS, every_token=True)
+        next(stream)
+        llm.collective_rpc(break_method, args=(rank, "update_adapter", True))
+        with pytest.raises((torch.OutOfMemoryError, RankError), match="planted"):
+            llm.update_adapter("a", new)
+        *_, (_, output) = stream  # goes on with what is in the folder
+        assert list(output.outputs[0].token_ids) == greedy(following, "a", LONG[:7])
+        assert output.outputs[0].weight_versions == [("0/a@0", COUNT)]
+        assert answers() == wanted("a")
+        llm.update_adapter("a", new)
+        assert answers() == wanted("a-new")
+        llm.collective_rpc(break_method, args=(rank, "update_adapter", True))
+        with pytest.raises((torch.OutOfMemoryError, RankError), match="planted"):
+            llm.update_adapter("a", new_weights(theirs, "a"))
+        base, broken, other = answers()
+        assert [base, other] == [wanted("a")[0], wanted("a")[2]]
+        assert "an update of the adapter 'a' had failed midway" in (broken[0] or "")
+        assert broken[1] == []
+        llm.unload_adapter("a")
+        llm.load_adapter("a", folder / "a")
+        assert answers() == wanted("a")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_requests_of_more_adapters_wait_fairly(folder: Path, following: Next, early: bool) -> None:
+    """None is begun before one that came earlier, though its adapter runs or it has none."""
+    names = ["a", "b", "a", None, "b"]
+    with load(folder, max_loras=1, max_num_seqs=4, async_scheduling=early) as llm:
+        for name in ("a", "b"):
+            llm.load_adapter(name, folder / name)
+        first: list[int] = []
+        ended: dict[int, list[int]] = {}  # the requests that had begun when this one ended
+        prompts = [asked(LONG[: 3 + at], name) for at, name in enumerate(names)]
+        for index, output in llm.serve(prompts, PARAMS, every_token=True):
+            first += [index] * (index not in first)
+            if output.finished:
+                ended[index] = list(first)
+                tokens = list(output.outputs[0].token_ids)
+                assert tokens == greedy(following, names[index], LONG[: 3 + index])
+        assert first == [0, 1, 2, 3, 4]
+        assert ended[0] == [0]
+        assert ended[1] == [0, 1]
+        assert ended[2] == ended[3][:4] == [0, 1, 2, 3]

@@ -108,9 +108,9 @@ class Watched:
             assert held == {each.number for each in llm.list_adapters() if each.in_memory}
             return run(inputs, *rest)
 
-        def load_adapter(number: int, path: str) -> Any:
+        def load_adapter(number: int, *given: Any) -> Any:
             self.read.append(number)
-            return load(number, path)
+            return load(number, *given)
 
         llm.engine.execute = execute
         worker.load_adapter = load_adapter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import runpy
 from collections.abc import Iterator
@@ -17,9 +18,8 @@ from vllm_module.adapters import slot_bytes
 from vllm_module.runtime.ranks.worker import Worker
 
 HERE = Path(__file__)
-SimulatedDevice = runpy.run_path(str(HERE.parents[1] / "runtime/simulated_device.py"))[
-    "SimulatedDevice"
-]
+simulated = runpy.run_path(str(HERE.parents[1] / "runtime/simulated_device.py"))
+SimulatedDevice = simulated["SimulatedDevice"]
 support = runpy.run_path(str(HERE.with_name("support.py")))
 PROMPTS = [[5, 6, 7], [9, 1, 4, 4, 8, 2], [3]]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -179,3 +179,56 @@ def test_without_graphs_and_overlapped(tmp_path: Path, settings: dict[str, Any])
                 llm.load_adapter(path.name, str(path))
             found.append([tokens(llm, names) for names in ORDER])
     assert found[0] == found[1]
+
+
+def bytes_on_device() -> int:
+    """Return how much memory the tensors of the simulated device have."""
+    gc.collect()
+    memories = [each.memory.untyped_storage() for each in list(simulated["_alive"].values())]
+    return sum({each.data_ptr(): each.nbytes() for each in memories}.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_lora_rank": 32}])
+def test_adapters_sleep(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A sleeping engine has no memory of adapters or slots on the device; updates are kept."""
+    base, adapters = saved("llama", tmp_path)
+    weights = load_file(adapters[2] / "adapter_model.safetensors")
+    names: Names = ["one", None, "two"]
+
+    def prepare(llm: LLM) -> list[list[int]]:
+        for path in adapters[:2]:
+            llm.load_adapter(path.name, str(path))
+        llm.update_adapter("two", weights)
+        return tokens(llm, names)
+
+    with engine(base, "cpu", **settings) as llm:
+        expected = prepare(llm)
+    with SimulatedDevice().serving(1 << 26), engine(base, "cuda", **settings) as llm:
+        tokens(llm, [None] * 3)
+        asleep = {}
+        for level in (1, 2):
+            llm.sleep(level)
+            asleep[level] = bytes_on_device()
+            llm.wake_up()
+        assert prepare(llm) == expected
+        awake = bytes_on_device()
+        for level in (1, 2):
+            llm.sleep(level)
+            # What other tests have left is freed at any time.
+            assert bytes_on_device() <= asleep[level] < awake
+            with pytest.raises(RuntimeError, match="the engine sleeps"):
+                llm.update_adapter("two", weights)
+            with pytest.raises(RuntimeError, match="the engine sleeps"):
+                llm.load_adapter("three", str(adapters[2]))
+            llm.wake_up()
+            assert tokens(llm, names) == expected
+            assert tokens(llm, ["two", "one", None]) != expected
+        llm.sleep()
+        llm.wake_up(tags=["weights"])
+        llm.update_adapter("two", weights)
+        llm.wake_up(tags=["kv_cache"])
+        assert tokens(llm, names) == expected
+        llm.sleep()
+        llm.unload_adapter("one")
+        llm.wake_up()
+        assert tokens(llm, ["two", None, "two"])[1:] == expected[1:]

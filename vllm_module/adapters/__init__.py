@@ -3,7 +3,13 @@
 from vllm_module.adapters.adapter import Adapter
 from vllm_module.adapters.attached import attach, check_used, detach
 from vllm_module.adapters.config import AdapterConfig, adapter_config, read_adapter_config
-from vllm_module.adapters.files import base_names, file_versions, gathered, open_adapter
+from vllm_module.adapters.files import (
+    base_names,
+    file_versions,
+    fingerprint,
+    gathered,
+    open_adapter,
+)
 from vllm_module.adapters.plans import AdapterPlans
 from vllm_module.adapters.slot_bytes import slot_bytes
 
@@ -17,6 +23,7 @@ __all__ = [
     "check_used",
     "detach",
     "file_versions",
+    "fingerprint",
     "gathered",
     "open_adapter",
     "read_adapter_config",

@@ -263,10 +263,18 @@ class Adapter(AdapterModule):
             self._route_update(planner, found)
 
     def check_update(self, weights: Mapping[str, Weight]) -> None:
-        """Raise what an update would raise before it writes anything."""
+        """Raise what an update would raise before it writes anything.
+
+        A number that the adapter's dtype does not have is refused, too.
+        """
         with planning(Tree(self), found := self._finite(weights)) as planner:
             self._route_update(planner, found)
-            self._refuse(planner.plan(partial=True).report)
+            plan = planner.plan(partial=True)
+        self._refuse(plan.report)
+        for fill in plan.fills:
+            dtype = fill.location.tensor.dtype
+            if isinstance(fill.weight, torch.Tensor) and fill.weight.dtype != dtype:
+                refuse_infinite(f"{fill.name}, as {dtype},", fill.weight.to(dtype))
 
     def _route_update(self, planner: Planner, weights: Mapping[str, Weight]) -> None:
         """Plan an update; what is for a slot that the adapter does not adapt has no place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,14 +36,31 @@ def open_adapter(path: str | Path) -> Iterator[tuple[AdapterConfig, dict[str, We
     """
     folder = Path(path).expanduser()
     config = read_adapter_config(folder)
+    with open_checkpoint(_tensor_file(folder)) as checkpoint:
+        yield config, base_names(checkpoint, config)
+
+
+def _tensor_file(folder: Path) -> Path:
     file = next((folder / name for name in _FILES if is_there(folder / name)), None)
     if file is None:
         raise CheckpointFormatError(
             f"{printable(folder)} has no {' or '.join(_FILES)}: expected a folder that PEFT's "
             "save_pretrained() has written"
         )
-    with open_checkpoint(file) as checkpoint:
-        yield config, base_names(checkpoint, config)
+    return file
+
+
+def fingerprint(path: str | Path) -> str:
+    """Return a hex SHA-256 by which ranks compare the adapters that they have read.
+
+    Hosts may have copies of the files, so times are not part of it: it covers the settings, and of
+    the tensors what :attr:`Checkpoint.fingerprint` does.
+    """
+    folder = Path(path).expanduser()
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    with open_checkpoint(_tensor_file(folder)) as checkpoint:
+        digest.update(checkpoint.fingerprint.encode())
+    return digest.hexdigest()
 
 
 def file_versions(path: str | Path) -> tuple[tuple[str, int, int, int], ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import cast
 
 from vllm_module.adapters.adapter import Adapter
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
+from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.run import execute
@@ -30,12 +31,17 @@ class AdapterPlans:
         self._base = base
         self._kept: OrderedDict[Hashable, LoadPlan] = OrderedDict()
 
-    def load(self, config: AdapterConfig, weights: Mapping[str, Weight]) -> Adapter:
+    def load(
+        self,
+        config: AdapterConfig,
+        weights: Mapping[str, Weight],
+        is_base: Callable[[Fill], bool] = Fill.is_held,
+    ) -> Adapter:
         """Return a new adapter with ``weights``, under the base model's names.
 
-        Raises as :meth:`Adapter.load` does.
+        ``is_base`` is as for :func:`without_copies`. Raises as :meth:`Adapter.load` does.
         """
-        weights = without_copies(self._base, weights)
+        weights = without_copies(self._base, weights, is_base)
         described = tuple((name, each.shape, each.dtype) for name, each in weights.items())
         key = config.model_dump_json(), described
         plan = self._kept.pop(key, None)

@@ -41,6 +41,7 @@ class AdapterMethods:
             ValueError: another adapter has this name.
             WeightLoadError: the adapter does not fit the model, or cannot be computed; it is not
                 loaded, and requests continue.
+            RuntimeError: the engine sleeps.
 
         """
         check_type("name", name, "text", str)
@@ -48,16 +49,12 @@ class AdapterMethods:
         if not name:
             raise ValueError("an adapter needs a name that is not empty")
         with self.engine.alone():
-            self.executor.check()
             if name in self.engine.adapters:
                 raise ValueError(
                     f"an adapter is called {shorten(name)} already: unload_adapter it first, or "
                     "give another name"
                 )
-            adapter = ServedAdapter(name, next(self._adapter_numbers), str(path))
-            self._load(adapter)
-            self.engine.adapters[name] = adapter
-        return adapter
+            return self._load_new(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter's memory on every rank.
@@ -90,6 +87,11 @@ class AdapterMethods:
         Raises:
             ValueError: there is no adapter of this name.
             WeightLoadError: the weights do not fit; nothing was changed.
+            RuntimeError: the engine sleeps.
+
+        If writing them fails midway, no request is computed with the mixture: A and B leave the
+        memory, and are read again from the adapter's folder. If updates had changed them before,
+        they are in no file, and requests end with an error until the adapter is loaded again.
 
         """
         check_type(
@@ -104,11 +106,18 @@ class AdapterMethods:
         else:
             weights = gathered(weights)
         with self.engine.alone():
-            self.executor.check()
+            self._check_awake()
             adapter = self.engine.adapter(name)
             if not adapter.in_memory:
                 self._load(adapter)
-            self.executor.update_adapter(adapter.number, weights, config)
+            self.executor.take_adapter(adapter.number, weights, config)
+            try:
+                self.executor.update_adapter(adapter.number)
+            except BaseException:
+                if self.executor.end is None:
+                    self._memory().drop(adapter)  # A and B are a mixture
+                    self.engine.drop()  # the step after one that is launched would not read them
+                raise
             adapter.updates += 1  # requests from now on look for other pages
 
     def merge_adapter(self, name: str) -> None:
@@ -150,6 +159,11 @@ class AdapterMethods:
                 "them"
             )
 
+    def _check_awake(self) -> None:
+        self.executor.check()
+        if "weights" in self.executor.sleeping:  # adapters sleep with them
+            raise RuntimeError("the engine sleeps: wake_up() first")
+
     def _memory(self) -> AdapterMemory:
         memory = self.engine.adapter_memory
         assert memory is not None, "the LLM made the engine with it"
@@ -157,10 +171,20 @@ class AdapterMethods:
 
     def _load(self, adapter: ServedAdapter) -> None:
         """Read an adapter, for which others may leave the memory, but not those that are used."""
+        self._check_awake()
         self._memory().load(adapter, self.engine.scheduler.running_adapters())
 
+    def _load_new(self, name: str, path: str | Path) -> ServedAdapter:
+        adapter = ServedAdapter(name, next(self._adapter_numbers), str(path))
+        self._load(adapter)
+        self.engine.adapters[name] = adapter
+        return adapter
+
     def _with_adapters(self, prompts: Sequence[Any], lora_request: Any) -> list[Any]:
-        """Return prompts with the names of their adapters, which are loaded if they have a path."""
+        """Return prompts with the names of their adapters, which are loaded if they have a path.
+
+        All of them are loaded, or none. A prompt that names another adapter is refused.
+        """
         if isinstance(lora_request, Sequence) and not lora_request:
             return list(prompts)
         one = isinstance(lora_request, (str, LoRARequest))
@@ -169,32 +193,58 @@ class AdapterMethods:
         asked = [lora_request] * len(prompts) if one else list(lora_request)
         if len(asked) != len(prompts):
             raise ValueError(f"there are {len(asked)} lora_request for {len(prompts)} prompts")
-        names = [self._adapter_name(each) for each in asked]
+        found = [_name_and_path(each) for each in asked]
+        if any(path for _, path in found):
+            self._load_all([(name, path) for name, path in found if name is not None and path])
         return [
             prompt if name is None or isinstance(prompt, ValueError) else with_adapter(prompt, name)
-            for prompt, name in zip(prompts, names, strict=True)
+            for prompt, (name, _) in zip(prompts, found, strict=True)
         ]
 
-    def _adapter_name(self, asked: Any) -> str | None:
-        if asked is None or isinstance(asked, str):
-            return asked
-        name, path = getattr(asked, "lora_name", None), getattr(asked, "lora_path", None)
-        if not isinstance(name, str):
-            raise ValueError(f"lora_request should be a LoRARequest, got {shorten(asked)}")
-        known = self.engine.adapters.get(name)
-        if known is None and path:
-            self.load_adapter(name, path)
-        elif known is not None and path and Path(path) != Path(known.path):
-            raise ValueError(
-                f"the adapter {shorten(name)} was loaded from {shorten(known.path)}, and this one "
-                f"is in {shorten(path)}: give it another name"
-            )
-        return name
+    def _load_all(self, asked: list[tuple[str, str]]) -> None:
+        """Load the adapters of these names and folders that are not there, or none of them.
+
+        Other threads, which may ask for the same, wait meanwhile.
+        """
+        with self.engine.alone():
+            folders = {name: each.path for name, each in self.engine.adapters.items()}
+            for name, path in asked:
+                if Path(folders.setdefault(name, path)) != Path(path):
+                    raise ValueError(
+                        f"the adapter {shorten(name)} was loaded from {shorten(folders[name])}, "
+                        f"and this one is in {shorten(path)}: give it another name"
+                    )
+            new = [name for name in folders if name not in self.engine.adapters]
+            try:
+                for name in new:
+                    self._load_new(name, folders[name])
+            except BaseException:
+                loaded = [self.engine.adapters.pop(name, None) for name in new]
+                for adapter in loaded:
+                    if adapter is not None and self.executor.end is None:
+                        self._memory().drop(adapter)
+                raise
 
 
-def with_adapter(prompt: Prompt, name: str) -> dict[str, Any]:
-    """Return a prompt that asks for the adapter of this name."""
+def _name_and_path(asked: Any) -> tuple[str | None, str]:
+    """Return the name that a ``lora_request`` has, and the folder, or nothing."""
+    if asked is None or isinstance(asked, str):
+        return asked, ""
+    name, path = getattr(asked, "lora_name", None), getattr(asked, "lora_path", None)
+    if not isinstance(name, str) or not name or not isinstance(path, (str, Path, type(None))):
+        raise ValueError(f"lora_request should be a LoRARequest, got {shorten(asked)}")
+    return name, str(path or "")
+
+
+def with_adapter(prompt: Prompt, name: str) -> dict[str, Any] | ValueError:
+    """Return a prompt that asks for the adapter of this name, or why it is refused."""
     if isinstance(prompt, Mapping):
+        own = prompt.get("adapter")
+        if own is not None and own != name:
+            return ValueError(
+                f"the prompt asks for the adapter {shorten(own)}, and lora_request for "
+                f"{shorten(name)}: leave one of them out"
+            )
         return {**prompt, "adapter": name}
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return {key: prompt, "adapter": name}

@@ -124,9 +124,16 @@ class Resharding:
         """Let ``ranks`` compute the requests from now on; if it raises, nothing has changed."""
         engine = self.engine
         scheduler = start(ranks)
-        memory = _with_adapters(engine, ranks)
-        ranks.continue_for(self.executor)
-        engine.continue_with(scheduler, length_of(self.executor.worker.source))
+        adapters = list(engine.adapters.values())
+        before = [(each.loaded, each.used, each.in_memory) for each in adapters]
+        try:
+            memory = _with_adapters(engine, ranks)
+            ranks.continue_for(self.executor)
+            engine.continue_with(scheduler, length_of(self.executor.worker.source))
+        except BaseException:
+            for each, (loaded, used, in_memory) in zip(adapters, before, strict=True):
+                each.loaded, each.used, each.in_memory = loaded, used, in_memory
+            raise
         engine.drop()
         engine.execute, engine.repeatable, engine.wait = ranks.run, ranks.size == 1, ranks.wait
         engine.first_tokens, engine.adapter_memory = ranks.worker.first_tokens, memory

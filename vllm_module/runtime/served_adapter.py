@@ -27,11 +27,19 @@ class LoRARequest:
 
 
 class LoadedAdapter(NamedTuple):
-    """An adapter on one rank: its layers and bytes there, and the versions of the files read."""
+    """An adapter on one rank.
+
+    Attributes:
+        num_layers, num_bytes: its layers and bytes there.
+        files: the versions of the files that were read.
+        fingerprint: of these files, if there are several ranks.
+
+    """
 
     num_layers: int
     num_bytes: int
     files: tuple[tuple[str, int, int, int], ...]
+    fingerprint: str = ""
 
 
 @dataclass(eq=False)
@@ -82,10 +90,12 @@ class ServedAdapter:
 class AdapterMemory:
     """The adapters that are in memory: those that were used last, and those that were updated.
 
-    What an update wrote is in no file, so such an adapter stays until it is unloaded.
+    What an update wrote is in no file, so such an adapter stays until it is unloaded. Others leave
+    once a new one has been read, so while it is read there is one more.
 
     Args:
-        load: reads an adapter, by number and folder, on every rank.
+        load: reads an adapter, by number and folder, on every rank, and knows whether it was
+            loaded before.
         drop: frees one, by number, on every rank.
         check: raises if a layer of any rank ignores one, by number, after a step with it.
         most: how many may be in memory beside those that were updated; ``None`` for all.
@@ -94,7 +104,7 @@ class AdapterMemory:
 
     def __init__(
         self,
-        load: Callable[[int, str], list[LoadedAdapter]],
+        load: Callable[[int, str, bool], list[LoadedAdapter]],
         drop: Callable[[int], object],
         check: Callable[[int], object],
         most: int | None,
@@ -112,21 +122,31 @@ class AdapterMemory:
     def load(self, adapter: ServedAdapter, running: Collection[ServedAdapter] = ()) -> None:
         """Read an adapter that is not in memory, and drop others for it that are not ``running``.
 
-        Raises what reading it raises, and ``WeightReadError`` if its files are not those that it
-        was loaded from first; then it is not in memory.
+        Raises what reading it raises, and ``WeightReadError`` if ranks have read different files,
+        or others than it was loaded from first; then it is not in memory, and no other is dropped.
         """
-        self._make_room(running)
-        loaded = self._load(adapter.number, adapter.path)
+        if adapter.updates:
+            raise WeightReadError(
+                f"an update of the adapter {shorten(adapter.name)} had failed midway, and what "
+                "updates before it wrote is in no file: unload_adapter it, and load it again"
+            )
+        loaded = self._load(adapter.number, adapter.path, bool(adapter.loaded))
+        change = ""
+        if len({each.fingerprint for each in loaded}) > 1:
+            change = "are not the same on all ranks, or have changed while they were read: load it"
         # The number of ranks may be another one than then.
         if adapter.loaded and {each.files for each in loaded} != {e.files for e in adapter.loaded}:
+            change = "have changed since it was loaded: unload_adapter it, and load it"
+        if change:
             self._drop(adapter.number)
             raise WeightReadError(
                 f"the files of the adapter {shorten(adapter.name)} in {printable(adapter.path)} "
-                "have changed since it was loaded: unload_adapter it, and load it again"
+                f"{change} again"
             )
         adapter.loaded, adapter.in_memory = loaded, True
         self.use([adapter])
         self._held[adapter] = None
+        self._make_room({*running, adapter})
 
     def check(self, adapter: ServedAdapter) -> None:
         """Raise, after the first step with an adapter, if a layer has added nothing."""
@@ -142,11 +162,11 @@ class AdapterMemory:
             self._drop(adapter.number)
 
     def _make_room(self, running: Collection[ServedAdapter]) -> None:
-        """Drop the adapters that were used longest ago until one more may be loaded."""
+        """Drop the adapters that were used longest ago, if more are in memory than may be."""
         if self._most is None:
             return
         counted = [each for each in self._held if not each.updates]
         idle = [each for each in counted if each not in running]
         idle.sort(key=lambda each: each.used)
-        for each in idle[: max(0, len(counted) + 1 - self._most)]:
+        for each in idle[: max(0, len(counted) - self._most)]:
             self.drop(each)

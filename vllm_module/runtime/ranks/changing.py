@@ -103,13 +103,13 @@ class WeightChanges:
         if not self.worker.model.allow_nan:
             refuse_nan_sent(pairs)
 
-    def load_adapter(self, number: int, path: str) -> list[LoadedAdapter]:
-        """Load an adapter on every rank, and return what each has, by rank.
+    def load_adapter(self, number: int, path: str, again: bool) -> list[LoadedAdapter]:
+        """Load an adapter on every rank, maybe ``again``, and return what each has, by rank.
 
         Raises what the ranks raise; then no rank has it.
         """
         try:
-            found: list[LoadedAdapter] = self._everywhere("load_adapter", number, path)
+            found: list[LoadedAdapter] = self._everywhere("load_adapter", number, path, again)
         except Exception:
             if self._closed is None:
                 self.drop_adapter(number)
@@ -124,14 +124,22 @@ class WeightChanges:
         """Free an adapter on every rank."""
         self._everywhere("drop_adapter", number)
 
-    def update_adapter(
+    def take_adapter(
         self, number: int, weights: Mapping[str, Weight], config: AdapterConfig | None
     ) -> None:
-        """Update an adapter in place, on every rank; ``config`` has the settings of new files.
+        """Give every rank new A and B of an adapter, which :meth:`update_adapter` writes.
 
-        Raises what the ranks raise; then no rank has changed.
+        ``config`` has the settings of new files. Raises what the ranks raise; then none keeps them.
         """
-        self._give("take_adapter", weights, number, config)
+        try:
+            self._give("take_adapter", weights, number, config)
+        except Exception:
+            if self._closed is None:
+                self._everywhere("forget_taken")
+            raise
+
+    def update_adapter(self, number: int) -> None:
+        """Write on every rank what it has taken; if that raises, some may have written a part."""
         self._everywhere("update_adapter", number)
 
     def _give(

@@ -211,7 +211,10 @@ class Worker(WorkerWeights):
         )
 
     def _memory(self, max_model_len: int) -> int:
-        """Return the bytes left for pages; negative if the states do not fit."""
+        """Return the bytes left for pages; negative if the states do not fit.
+
+        A and B of adapters, which are loaded later, take what ``gpu_memory_utilization`` leaves.
+        """
         config, size = self.config, self.config.block_size
         # The limit of a user, and that of a CPU, is for pages only.
         if config.kv_cache_memory_bytes is not None:
@@ -297,6 +300,8 @@ class Worker(WorkerWeights):
             if sampled is None:
                 sampled = torch.zeros(inputs.num_sampled, dtype=torch.int64, device=self.device)
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
+        if inputs.adapters:  # else layers would add nothing, without a word
+            assert self._adapters.keys() >= {*inputs.adapters.values()}, "adapters are in memory"
         logits = self.runner.run(inputs, sampled)
         if self._pipe is not None and not self._pipe.is_last:
             return logits  # none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_module.adapters import (
     check_used,
     detach,
     file_versions,
+    fingerprint,
     gathered,
     open_adapter,
 )
@@ -25,10 +27,11 @@ from vllm_module.base.messages import printable
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import EngineConfig
-from vllm_module.core.fill import refuse_nan
+from vllm_module.core.fill import Fill, refuse_nan
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
 from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.lora_slots import AdapterSlots
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight
@@ -58,6 +61,8 @@ class WorkerWeights:
         self._adapters: dict[int, Adapter] = {}
         self._adapter_plans: AdapterPlans | None = None
         self._taken: dict[str, Weight] = {}  # of an update of an adapter
+        # A and B in host memory, by number of the adapter and path.
+        self._slept_adapters: dict[int, dict[str, torch.Tensor]] = {}
 
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
@@ -83,8 +88,12 @@ class WorkerWeights:
             refuse_nan(plan.fills)
 
     @paused_gc()
-    def load_adapter(self, number: int, path: str) -> LoadedAdapter:
+    def load_adapter(self, number: int, path: str, again: bool = False) -> LoadedAdapter:
         """Load this rank's part of an adapter.
+
+        One that is loaded ``again`` was made for the base as it was then, which updates may have
+        changed, as they do under adapters that stay in memory. So copies of the base's tensors
+        that PEFT saves beside A and B are not compared again.
 
         Raises ``WeightLoadError`` if it does not fit the model; then nothing has changed.
         """
@@ -97,17 +106,20 @@ class WorkerWeights:
         with open_adapter(path) as (config, weights):
             if self._adapter_plans is None:
                 self._adapter_plans = AdapterPlans(self.model)
-            adapter = self._adapter_plans.load(config, weights)
+            is_base = (lambda copy: True) if again else Fill.is_held
+            adapter = self._adapter_plans.load(config, weights, is_base)
+        compared = fingerprint(path) if self._all_ranks > 1 else ""
         if file_versions(path) != versions:
             raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
         attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
         self._adapters[number] = adapter
         size = sum(each.nbytes for each in adapter.parameters())
-        return LoadedAdapter(len(list(adapter.layers())), size, versions)
+        return LoadedAdapter(len(list(adapter.layers())), size, versions, compared)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, if this rank has it."""
         adapter = self._adapters.pop(number, None)
+        self._slept_adapters.pop(number, None)
         if adapter is not None:
             detach(adapter, number)
             if self._adapter_rows.slots is not None:
@@ -134,6 +146,10 @@ class WorkerWeights:
         self._taken = base_names(gathered(weights), adapter.config)
         adapter.check_update(self._taken)
 
+    def forget_taken(self) -> None:
+        """Free what was taken for an update that is not to be."""
+        self._taken = {}
+
     def update_adapter(self, number: int) -> None:
         """Write what was taken into A and B of an adapter; if that raises, they are a mixture."""
         taken, self._taken = self._taken, {}
@@ -159,12 +175,13 @@ class WorkerWeights:
         return None, self._took_update
 
     def sleep(self, level: int) -> None:
-        """Free the memory of the caches, of the CUDA graphs and of the weights.
+        """Free the memory of the caches, of the CUDA graphs, of the weights and of adapters.
 
         At level 1 weights are first copied to host memory; at level 2 they are dropped. On a CPU,
-        level 1 leaves them in place.
+        level 1 leaves them in place. Adapters are copied to host memory at both: what updates wrote
+        is nowhere else. On a CPU they stay.
 
-        Raises ``MemoryError`` if host memory is too small for them.
+        Raises ``MemoryError`` if host memory is too small for level 1.
         """
         if level == 2:
             self._dropped = True
@@ -173,11 +190,36 @@ class WorkerWeights:
             return
         else:
             held = held_tensors(self.model)
-            _check_host_memory(sum(each.nbytes for each in held.values()), self._all_ranks)
+            tensors = chain(held.values(), *(each.parameters() for each in self._adapters.values()))
+            _check_host_memory(sum(each.nbytes for each in tensors), self._all_ranks)
             self._slept = {path: each.detach().cpu() for path, each in held.items()}
-            del held
+            del held, tensors
         self.close()
+        if self.device.type != "cpu":
+            self._sleep_adapters()
         self.model.sleep()
+
+    def _sleep_adapters(self) -> None:
+        """Copy adapters to host memory, and free theirs and that of slots; no graph is left."""
+        for number, adapter in self._adapters.items():
+            held = held_tensors(adapter)
+            self._slept_adapters[number] = {
+                path: each.detach().cpu() for path, each in held.items()
+            }
+            adapter.sleep()
+        layers: Iterable[Any] = self.model.modules()
+        for layer in layers:
+            if getattr(layer, "adapters", None) is not None:  # with the memory of slots
+                layer.adapters = None
+        self._adapter_rows.set_slots(None)
+        self._adapter_rows.slots = AdapterSlots(self.config.max_loras, self.config.max_lora_rank)
+
+    def _wake_adapters(self) -> None:
+        for number, held in list(self._slept_adapters.items()):
+            adapter = self._adapters[number]
+            load_held(adapter, held)
+            attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
+            del self._slept_adapters[number]
 
     def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
         """Restore the weights of a sleeping rank, and allocate the caches, or one of the two.
@@ -205,7 +247,8 @@ class WorkerWeights:
         self._awake()
 
     def _awake(self, *, caches: bool = True) -> None:
-        """Record that the model has weights; allocate the caches if they were freed."""
+        """Record that the model has weights; give adapters and freed caches memory again."""
+        self._wake_adapters()
         self._slept, self._dropped = None, False
         if caches and self.runner is None and self._shape is not None:
             self.start(*self._shape)
