@@ -85,6 +85,11 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         rename("model.model.", "model.model.language_model."),
         "has no 'language_model'",
     ),
+    "of a model without its head (vllm 39278)": (
+        "qwen3",
+        rename("model.model.", "model."),
+        "has no 'layers'",
+    ),
     "names that nothing has (vllm 55193)": (
         "qwen3",
         rename("q_proj", "qq_proj"),

@@ -101,6 +101,8 @@ class LoRALayer(AdapterModule):
         self.lora_A = BasevLLMParameter(rank, inputs, **common)
         self.lora_B = RankedColumnParameter(output, ranks=ranks, **common)
         if together and isinstance(base, ExpertsLinear):
+            if not base.transposed and output.size == inputs.size:
+                config.refuse_old_experts(self.modules_of[""])
             self.shard_names = ()
             self.stored_beside = {name: f"{base.packed}.{name}" for name in ("lora_A", "lora_B")}
         self.load_state.device = base.load_state.device

@@ -51,6 +51,7 @@ class AdapterConfig(Settings):
         layers_to_transform: numbers of the only layers that are adapted, if not all are.
         layers_pattern: names before these numbers; by default the first number of a name counts.
         fan_in_fan_out: the base stores its weights transposed; A and B are stored as ever.
+        peft_version: the PEFT that wrote the adapter; ``None`` if a file does not say.
 
     """
 
@@ -68,6 +69,7 @@ class AdapterConfig(Settings):
     layers_to_transform: list[_Index] | _Index | None = None
     layers_pattern: Annotated[list[_Path], Field(max_length=100)] | _Path | None = None
     fan_in_fan_out: Annotated[bool, Field(strict=True)] = False
+    peft_version: str | None = "0.19.1"
 
     def rank(self, module: str) -> int:
         """Return the rank of the adapter of the module of this name."""
@@ -97,6 +99,23 @@ class AdapterConfig(Settings):
     def targets_parameter(self, name: str) -> bool:
         """Tell whether the parameter of this name is adapted by itself."""
         return _ends_in(name, self.target_parameters or ())
+
+    def refuse_old_experts(self, parameter: str) -> None:
+        """Raise ``UnsupportedModelError`` if A and B may be of the transposed parameter.
+
+        PEFT before 0.19.1 took the rows of experts' weights ``[experts, output, input]`` for their
+        inputs. Where both are as many, no shape tells.
+        """
+        version = re.match(r"(\d+)\.(\d+)\.(\d+)", self.peft_version or "")
+        if version is not None and tuple(map(int, version.groups())) >= (0, 19, 1):
+            return
+        if self.targets_parameter(parameter):
+            raise UnsupportedModelError(
+                f"{parameter} has as many outputs as inputs, and peft_version is "
+                f"{shorten(self.peft_version)}: before 0.19.1, PEFT made A and B of the transposed "
+                f"weight there. Load the adapter with the PEFT that made it, and {_MERGE}; or set "
+                "the entry, if the experts' A are along their inputs"
+            )
 
     def targets(self, module: str) -> bool:
         """Tell whether the module of this name is adapted, by PEFT's rules; not "all-linear"."""
@@ -173,7 +192,6 @@ _WITHOUT_EFFECT = frozenset(
         "lora_ga_config",
         "megatron_config",
         "megatron_core",
-        "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
@@ -246,7 +264,7 @@ def adapter_config(entries: Mapping[str, Any], where: str) -> AdapterConfig:
             f"{_MERGE}"
         )
     try:
-        return AdapterConfig(**entries)
+        return AdapterConfig(**({"peft_version": None} | dict(entries)))
     except ValueError as error:
         told = str(error).replace("a valid frozenset", "a list of names")
         lines = "\n".join(f"  {line}" for line in told.splitlines())
