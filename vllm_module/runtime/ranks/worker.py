@@ -213,7 +213,7 @@ class Worker(WorkerWeights):
     def _memory(self, max_model_len: int) -> int:
         """Return the bytes left for pages; negative if the states do not fit.
 
-        The A and B of adapters, which are loaded later, take what ``gpu_memory_utilization`` leaves.
+        A and B of adapters, which are loaded later, take what ``gpu_memory_utilization`` leaves.
         """
         config, size = self.config, self.config.block_size
         # The limit of a user, and that of a CPU, is for pages only.
