@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, get_model
-from vllm_module.adapters import Adapter, open_adapter
+from vllm_module.adapters import Adapter, attach, detach, open_adapter
+from vllm_module.layers.lora_rows import AdapterRows
 
 _SIZES = {
     "vocab_size": 60,
@@ -161,4 +162,14 @@ def load_adapter(base: Any, folder: Path) -> Adapter:
 @torch.no_grad()
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = model.compute_logits(model(ids, torch.arange(len(ids))))
+    return logits
+
+
+def adapted_logits(base: Any, adapter: Adapter, ids: torch.Tensor) -> torch.Tensor:
+    """Return what a model computes of ``ids [tokens]`` with an adapter, on one rank."""
+    rows = AdapterRows()
+    attach(adapter, 0, rows)
+    rows.set({0: 0}, [0, len(ids)], ids.device)
+    logits = logits_of(base, ids)
+    detach(adapter, 0)
     return logits

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_module.adapters import adapter_config
+from vllm_module.adapters import adapter_config, open_adapter
+from vllm_module.distributed import run_ranks
 from vllm_module.errors import (
     CheckpointFormatError,
     UnsupportedModelError,
@@ -83,6 +84,11 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         "qwen3",
         rename("model.model.", "model.model.language_model."),
         "has no 'language_model'",
+    ),
+    "of a model without its head (vllm 39278)": (
+        "qwen3",
+        rename("model.model.", "model."),
+        "has no 'layers'",
     ),
     "names that nothing has (vllm 55193)": (
         "qwen3",
@@ -158,6 +164,59 @@ def test_refused(tuned: Callable[[str], Any], tmp_path: Path, case: str) -> None
         load_adapter(base, changed(one, tmp_path, change))
 
 
+UPDATES: dict[str, tuple[str, str, str]] = {
+    # Family, a name that the adapter has, and one that it lacks.
+    "a slot of a fused layer": ("llama", "1.self_attn.q_proj", "1.self_attn.k_proj"),
+    "a layer": ("llama", "1.self_attn.q_proj", "1.mlp.down_proj"),
+    "a slot of an expert": ("mixtral", "1.mlp.experts.0.w1", "1.mlp.experts.1.w3"),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", UPDATES)
+def test_an_update_of_what_was_not_loaded(
+    tuned: Callable[[str], Any], tmp_path: Path, case: str, ranks: int
+) -> None:
+    """It is refused by name, and nothing of the update is written."""
+    family, has, lacks = UPDATES[case]
+    one = tuned(family)
+    entries: dict[str, Any] = {}
+    if family == "mixtral":  # each expert for itself, as of transformers 4; one of them in one slot
+        entries = {"target_modules": [], "target_parameters": None}
+
+        def change(tensors: Tensors) -> None:
+            tensors.clear()
+            name = f"{PREFIX}1.block_sparse_moe.experts.0.w1.lora_"
+            tensors |= {f"{name}A.weight": torch.ones(4, 32), f"{name}B.weight": torch.ones(32, 4)}
+
+        folder = changed(one, tmp_path, change, **entries)
+        has, lacks = (
+            has.replace("mlp", "block_sparse_moe"),
+            lacks.replace("mlp", "block_sparse_moe"),
+        )
+    else:
+        folder = one.adapter
+
+    def rank(_: int) -> None:
+        base = load_base(one.base)
+        adapter = load_adapter(base, folder)
+        before = {name: each.clone() for name, each in adapter.state_dict().items()}
+        names = [f"model.layers.{has}.lora_A", *(f"model.layers.{lacks}.lora_{x}" for x in "AB")]
+        with open_adapter(folder) as (_, weights):
+            shape = weights[names[0]].shape
+        new = {names[0]: torch.ones(shape), names[1]: torch.ones(4, 32)}
+        new[names[2]] = torch.ones(16 if "k_proj" in lacks else 32, 4)
+        for update in (adapter.check_update, adapter.update):
+            with pytest.raises(WeightLoadError, match=rf"(?s){lacks}\.lora_A.*{lacks}\.lora_B"):
+                update(new)
+        after = adapter.state_dict()
+        assert all(torch.equal(after[name], each) for name, each in before.items())
+        adapter.update({names[0]: torch.full(shape, 3.0)})
+        assert any((each == 3).any() for each in adapter.state_dict().values())
+
+    run_ranks(ranks, rank)
+
+
 @pytest.mark.parametrize(
     ("prefix", "family"),
     [("", "qwen3"), ("base_model.model.", "qwen3"), ("base_model.model.", "gpt2")],
@@ -196,15 +255,31 @@ SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "alpha_pattern should be",
     ),
     "no rank": ({"r": None}, CheckpointFormatError, "r should be"),
-    "a pattern that explodes": (
-        {"target_modules": "(a+)+$"},
+    "a pattern that refers to itself": (
+        {"target_modules": r"(.*)\.\1"},
         CheckpointFormatError,
-        "that ends soon",
+        "that ends soon, without references",
     ),
-    "a pattern of repeats": (
-        {"target_modules": ".*" * 20},
+    "a pattern that looks behind": (
+        {"exclude_modules": "(?<=a)b*"},
         CheckpointFormatError,
-        "that ends soon",
+        "that ends soon, without flags",
+    ),
+    "a pattern with flags": (
+        {"rank_pattern": {"(?i)q": 4}},
+        CheckpointFormatError,
+        "that ends soon, without flags",
+    ),
+    "a pattern of many groups": (
+        {"alpha_pattern": {"(" * 60 + ")" * 60: 4}},
+        CheckpointFormatError,
+        "that ends soon, with at most 40 groups",
+    ),
+    "a long pattern": ({"target_modules": "a" * 10_001}, CheckpointFormatError, "at most 10000"),
+    "a pattern for the layers": (
+        {"layers_to_transform": 1, "layers_pattern": "(a|b)*"},
+        CheckpointFormatError,
+        "layers_pattern should",
     ),
     "no pattern": ({"target_modules": "("}, CheckpointFormatError, "regular expression"),
     "numbers for names": ({"target_modules": [1]}, CheckpointFormatError, "target_modules"),

@@ -204,6 +204,30 @@ def test_memory_stays_until_an_adapter_needs_more() -> None:
     layers.step([4, 3, 4])
 
 
+def test_without_memory_for_more_a_layer_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that has no place is not loaded; those before it are computed in all steps."""
+    layers = Layers(2)
+    layers.load(0, [4, 0, 4], [2, 2, 2])
+    layers.load(1, [1, 1, 1], None)
+    layers.step([0, 1])
+    layout, memory = layers.slots.layout, layers.layers[0].memory
+
+    def none_left(self: SlotMemory, *_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotMemory, "__init__", none_left)
+        with pytest.raises(torch.OutOfMemoryError):
+            layers.load(2, [17, 0, 0], None)
+    layers.unload(2)
+    assert (layers.slots.layout, layers.layers[0].memory) == (layout, memory)
+    layers.update(1)
+    layers.step([0, 1, -1])
+    layers.load(3, [3, 3, 3], [1, 1, 1])  # into slots that others had
+    layers.step([3, 1])
+    layers.step([0, 3])
+
+
 def test_the_adapter_that_was_used_longest_ago_leaves() -> None:
     """A slot is not taken from an adapter of the same step."""
     slots = AdapterSlots(2)
@@ -298,6 +322,51 @@ def test_nothing_of_an_adapter_is_held_once_it_is_forgotten() -> None:
     held = weakref.ref(layer._together.a)
     layer.forget(0)
     assert held() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_row_in_a_mixed_batch_is_what_it_is_alone(dtype: torch.dtype) -> None:
+    """With a scale that the dtype cannot hold, a row differs by a rounding at most, and rarely.
+
+    Products of other numbers of rows sum in another order. In 16 bits that shows where a sum is
+    almost between two numbers: A x, or the result, is one step further then.
+    """
+    generator, ranks, inputs, outputs, each = (
+        torch.Generator().manual_seed(0),
+        (4, 24, 64),
+        96,
+        80,
+        9,
+    )
+    layer, scale = LayerAdapters(AdapterRows()), 20 / 24
+    of = []
+    for number, rank in enumerate(ranks):
+        a = torch.randn(rank, inputs, generator=generator).to(dtype)
+        b = torch.randn(outputs, rank, generator=generator).to(dtype)
+        part = LowRankPart(slice(0, rank), slice(0, outputs), scale)
+        of.append(LowRank(a, b, (part,), (outputs,)))
+        layer.attach(number, of[-1])
+    count, cpu = len(ranks) * each, torch.device("cpu")
+    x = torch.randn(count, inputs, generator=generator).to(dtype)
+    y = torch.randn(count, outputs, generator=generator).to(dtype)
+    own = [row % len(ranks) for row in range(count)]
+    layer.rows.set(dict(enumerate(own)), [*range(count + 1)], cpu)
+    assert layer.rows.places is not None
+    mixed = layer.add(x, y.clone())
+    equal = 0
+    for row, number in enumerate(own):
+        layer.rows.set({0: number}, [0, 1], cpu)
+        (alone,) = layer.add(x[row : row + 1], y[row : row + 1].clone())
+        a, b, given = of[number].a.double(), of[number].b.double(), x[row].double()
+        sizes = y[row].double().abs() + scale * (b.abs() @ (a.abs() @ given.abs()))
+        difference = (mixed[row].double() - alone.double()).abs()
+        assert (difference <= 2 * torch.finfo(dtype).eps * sizes).all()
+        equal += int((mixed[row] == alone).sum())
+        if dtype.itemsize == 2:  # and the sum is the formula's, in which A x is rounded
+            want = y[row].double() + 20 / 24 * b @ (a @ given).to(dtype).double()
+            torch.testing.assert_close(mixed[row], want.to(dtype), rtol=1e-2, atol=1e-2)
+    if dtype.itemsize == 2:
+        assert equal >= 0.99 * mixed.numel()
 
 
 def test_rows_of_no_expert_get_nothing() -> None:

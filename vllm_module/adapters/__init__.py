@@ -1,6 +1,7 @@
 """LoRA adapters: checkpoints that are loaded by the base model's declarations."""
 
-from vllm_module.adapters.adapter import Adapter, attach, check_used, detach
+from vllm_module.adapters.adapter import Adapter
+from vllm_module.adapters.attached import attach, check_used, detach
 from vllm_module.adapters.config import AdapterConfig, adapter_config, read_adapter_config
 from vllm_module.adapters.files import (
     base_names,

@@ -21,16 +21,14 @@ from vllm_module.adapters.copies import without_copies
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
-from vllm_module.core.planner import planning
+from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import LoadReport, Problem
-from vllm_module.core.run import execute
+from vllm_module.core.run import execute, loading
 from vllm_module.core.tree import Node, Tree, loads_itself, locations
 from vllm_module.errors import UnsupportedModelError, WeightLoadError, WeightReadError
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import ExpertsLinear, Router
 from vllm_module.layers.linear import LinearBase
-from vllm_module.layers.lora import LayerAdapters
-from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.low_rank import LowRank, LowRankPart
 from vllm_module.parameters import (
     BasevLLMParameter,
@@ -103,6 +101,8 @@ class LoRALayer(AdapterModule):
         self.lora_A = BasevLLMParameter(rank, inputs, **common)
         self.lora_B = RankedColumnParameter(output, ranks=ranks, **common)
         if together and isinstance(base, ExpertsLinear):
+            if not base.transposed and output.size == inputs.size:
+                config.refuse_old_experts(self.modules_of[""])
             self.shard_names = ()
             self.stored_beside = {name: f"{base.packed}.{name}" for name in ("lora_A", "lora_B")}
         self.load_state.device = base.load_state.device
@@ -261,20 +261,35 @@ class Adapter(AdapterModule):
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Update A and B in place; nothing has changed if the update is refused."""
-        self.update_weights(self._finite(weights))
+        with loading(self, found := self._finite(weights), partial=True) as planner:
+            self._route_update(planner, found)
 
     def check_update(self, weights: Mapping[str, Weight]) -> None:
         """Raise what an update would raise before it writes anything.
 
         A number that the adapter's dtype does not have is refused, too.
         """
-        plan = self.plan_weights(self._finite(weights))
-        plan.report.missing.clear()
+        with planning(Tree(self), found := self._finite(weights)) as planner:
+            self._route_update(planner, found)
+            plan = planner.plan(partial=True)
         self._refuse(plan.report)
         for fill in plan.fills:
             dtype = fill.location.tensor.dtype
             if isinstance(fill.weight, torch.Tensor) and fill.weight.dtype != dtype:
                 refuse_infinite(f"{fill.name}, as {dtype},", fill.weight.to(dtype))
+
+    def _route_update(self, planner: Planner, weights: Mapping[str, Weight]) -> None:
+        """Plan an update; what is for a slot that the adapter does not adapt has no place."""
+        self.load_weights(weights)  # adds to this plan
+        planner.report.unexpected += [
+            Problem(
+                fill.name,
+                "the adapter was loaded without A and B of this module, and an update changes "
+                "those that it has: load one with them under another name",
+            )
+            for fill in planner.fills
+            if not cast(LoRALayer, fill.location.node.module).absent.isdisjoint(fill.slots)
+        ]
 
     def _finite(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return A and B alone; refuse NaN and infinity."""
@@ -356,51 +371,3 @@ class Adapter(AdapterModule):
         for each in self.modules():
             if isinstance(each, LoRALayer) and each._parameters:
                 yield each
-
-
-def attach(adapter: Adapter, number: int, rows: AdapterRows, max_rank: int | None = None) -> None:
-    """Let the layers of the base add what ``adapter`` computes to the rows that ``rows`` names.
-
-    Raises ``UnsupportedModelError`` if they cannot, or if a rank is larger than ``max_rank``; then
-    nothing has changed.
-    """
-    found = [(layer.base[0], layer.low_rank()) for layer in adapter.layers()]
-    rank = max((weights.rank for _, weights in found), default=0)
-    if max_rank is not None and rank > max_rank:
-        raise UnsupportedModelError(
-            f"the adapter has the rank {rank}, and max_lora_rank is {max_rank}: raise max_lora_rank"
-        )
-    try:
-        for base, weights in found:
-            if base.adapters is None:
-                base.adapters = LayerAdapters(rows)
-            base.adapters.attach(number, weights)
-    except BaseException:  # no memory for slots
-        detach(adapter, number)
-        raise
-
-
-def check_used(adapter: Adapter, number: int) -> None:
-    """Raise ``UnsupportedModelError`` if a step with the adapter has not used all of its layers.
-
-    A layer of a class of the user's own may multiply in a way that nothing is added to.
-    """
-    for path, layer in adapter.named_modules():
-        if isinstance(layer, LoRALayer) and layer._parameters:
-            adapters = layer.base[0].adapters
-            if adapters is None or not adapters.has_used(number):
-                raise UnsupportedModelError(
-                    f"{path} has an adapter, and its {type(layer.base[0]).__name__} does not add "
-                    "what that computes: call the forward of the layer's base class, or merge the "
-                    "adapter into its base model with PEFT's merge_and_unload()"
-                )
-
-
-def detach(adapter: Adapter, number: int) -> None:
-    """Undo :func:`attach`."""
-    for layer in adapter.layers():
-        (base,) = layer.base
-        if base.adapters is not None:
-            base.adapters.forget(number)
-            if not base.adapters.is_needed:
-                base.adapters = None

@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from vllm_module.adapters.expressions import Expression, ModuleName
 from vllm_module.base.messages import printable, shorten
 from vllm_module.config import Settings
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.weights.strict_json import read_json
 
 CONFIG_FILE = "adapter_config.json"
-# Of a pattern; each repeat more multiplies the time of a mismatch.
-_MAX_LENGTH, _MAX_REPEATS = 10_000, 8
 
 
 def _checked_pattern(pattern: str) -> str:
-    """Return a regular expression whose matching ends soon; raise ``ValueError`` for others."""
-    if len(pattern) > _MAX_LENGTH:
-        raise ValueError(f"should have at most {_MAX_LENGTH} characters, got {len(pattern)}")
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(
-            f"should be a regular expression, got {shorten(pattern)}: {error}"
-        ) from None
-    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)  # without escapes and sets
-    repeats = len(re.findall(r"[*+]|\{\d*,\}", plain))
-    if repeats > _MAX_REPEATS or re.search(r"\)(?:[*+]|\{\d*,\}?)", plain):
-        raise ValueError(
-            f"should be a regular expression that ends soon, with at most {_MAX_REPEATS} of * and "
-            f"+, and none after a group, got {shorten(pattern)}"
-        )
+    """Return a regular expression; raise ``ValueError`` for one that has no bound of its time."""
+    Expression(pattern)
     return pattern
 
 
 _Pattern = Annotated[str, AfterValidator(_checked_pattern)]
+_Path = Annotated[str, Field(pattern=r"^[\w.]*$", max_length=1000)]
 _Rank = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 _Alpha = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 _Index = Annotated[int, Field(ge=0, strict=True)]
@@ -64,6 +51,7 @@ class AdapterConfig(Settings):
         layers_to_transform: numbers of the only layers that are adapted, if not all are.
         layers_pattern: names before these numbers; by default the first number of a name counts.
         fan_in_fan_out: the base stores its weights transposed; A and B are stored as ever.
+        peft_version: the PEFT that wrote the adapter; ``None`` if a file does not say.
 
     """
 
@@ -79,17 +67,18 @@ class AdapterConfig(Settings):
     exclude_modules: _Names | _Pattern | None = None
     target_parameters: _Names | None = None
     layers_to_transform: list[_Index] | _Index | None = None
-    layers_pattern: list[_Pattern] | _Pattern | None = None
+    layers_pattern: Annotated[list[_Path], Field(max_length=100)] | _Path | None = None
     fan_in_fan_out: Annotated[bool, Field(strict=True)] = False
+    peft_version: str | None = "0.19.1"
 
     def rank(self, module: str) -> int:
         """Return the rank of the adapter of the module of this name."""
-        found: int = _of_pattern(self.rank_pattern, module, self.r)
+        found: int = self._of_pattern(self._ranks, module, self.r)
         return found
 
     def scale(self, module: str, rank: int | None = None) -> float:
         """Return the factor of B @ A, for the module of this name; ``rank`` is that of its A."""
-        alpha = _of_pattern(self.alpha_pattern, module, self.lora_alpha)
+        alpha = self._of_pattern(self._alphas, module, self.lora_alpha)
         rank = self.rank(module) if rank is None else rank
         return float(alpha / (math.sqrt(rank) if self.use_rslora else rank))
 
@@ -109,26 +98,65 @@ class AdapterConfig(Settings):
 
     def targets_parameter(self, name: str) -> bool:
         """Tell whether the parameter of this name is adapted by itself."""
-        return self._matches(self.target_parameters, name)
+        return _ends_in(name, self.target_parameters or ())
+
+    def refuse_old_experts(self, parameter: str) -> None:
+        """Raise ``UnsupportedModelError`` if A and B may be of the transposed parameter.
+
+        PEFT before 0.19.1 took the rows of experts' weights ``[experts, output, input]`` for their
+        inputs. Where both are as many, no shape tells.
+        """
+        version = re.match(r"(\d+)\.(\d+)\.(\d+)", self.peft_version or "")
+        if version is not None and tuple(map(int, version.groups())) >= (0, 19, 1):
+            return
+        if self.targets_parameter(parameter):
+            raise UnsupportedModelError(
+                f"{parameter} has as many outputs as inputs, and peft_version is "
+                f"{shorten(self.peft_version)}: before 0.19.1, PEFT made A and B of the transposed "
+                f"weight there. Load the adapter with the PEFT that made it, and {_MERGE}; or set "
+                "the entry, if the experts' A are along their inputs"
+            )
 
     def targets(self, module: str) -> bool:
         """Tell whether the module of this name is adapted, by PEFT's rules; not "all-linear"."""
         modules = self.target_modules
-        if modules is None or self._matches(self.exclude_modules, module):
+        if not modules or self._fits("exclude_modules", module):
             return False
         if isinstance(modules, frozenset) and module in modules:
             return True  # a whole name, which layers_to_transform does not change
         chosen = isinstance(modules, str) or self._is_chosen_layer(module)
-        return chosen and self._matches(modules, module)
+        return chosen and self._fits("target_modules", module)
+
+    def _fits(self, setting: str, module: str) -> bool:
+        """Tell whether a setting with names, or with an expression, has this module."""
+        names = getattr(self, setting)
+        if not isinstance(names, str):
+            return _ends_in(module, names or ())
+        return bool(names) and self._expressions[setting].fits(ModuleName(module))
+
+    @cached_property
+    def _expressions(self) -> dict[str, Expression]:
+        given = {name: getattr(self, name) for name in ("target_modules", "exclude_modules")}
+        return {name: Expression(each) for name, each in given.items() if isinstance(each, str)}
+
+    @cached_property
+    def _ranks(self) -> list[tuple[Expression, int]]:
+        return [
+            (Expression(each, behind_a_dot=True), value)
+            for each, value in self.rank_pattern.items()
+        ]
+
+    @cached_property
+    def _alphas(self) -> list[tuple[Expression, float]]:
+        return [
+            (Expression(each, behind_a_dot=True), value)
+            for each, value in self.alpha_pattern.items()
+        ]
 
     @staticmethod
-    def _matches(names: frozenset[str] | str | None, module: str) -> bool:
-        if not names:
-            return False
-        if isinstance(names, str):
-            return re.fullmatch(names, module) is not None
-        parts = module.split(".")
-        return any(".".join(parts[first:]) in names for first in range(len(parts)))
+    def _of_pattern(patterns: Sequence[tuple[Expression, Any]], module: str, default: Any) -> Any:
+        name = ModuleName(module)
+        return next((value for each, value in patterns if each.fits(name)), default)
 
     def _is_chosen_layer(self, module: str) -> bool:
         chosen = self.layers_to_transform
@@ -144,11 +172,10 @@ class AdapterConfig(Settings):
         return False
 
 
-def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def _ends_in(module: str, names: Container[str]) -> bool:
+    """Tell whether a name is one of these, or ends in one of them behind a dot."""
+    parts = module.split(".")
+    return any(".".join(parts[first:]) in names for first in range(len(parts)))
 
 
 # What only training reads, or what is written for people.
@@ -160,27 +187,55 @@ _WITHOUT_EFFECT = frozenset(
         "ensure_weight_tying",
         "eva_config",
         "inference_mode",
-        "init_lora_weights",
         "loftq_config",
         "lora_dropout",
         "lora_ga_config",
         "megatron_config",
         "megatron_core",
-        "monteclora_config",
-        "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
         "task_type",
-        "velora_config",
     )
 )
-_ADVICE = {
-    "use_dora": "its weights are normalized by column",
-    "modules_to_save": "whole weights replace those of the base",
-    "trainable_token_indices": "rows of the embedding are replaced",
+# What is not computed here, and why. PEFT takes an empty object for one with defaults.
+_NOT_COMPUTED = {
+    "alora_invocation_tokens": "it adds to the tokens behind these alone",
+    "arrow_config": "it chooses among other adapters for each token",
+    "bias": "biases of the base are replaced",
+    "kasa_config": "it changes the base's weights, and has a diagonal between A and B",
     "layer_replication": "layers of the base are used several times",
+    "lora_bias": "B has a bias",
+    "modules_to_save": "whole weights replace those of the base",
+    "monteclora_config": "its file has tensors beside A and B",
+    "trainable_token_indices": "rows of the embedding are replaced",
+    "use_bdlora": "A or B is stored as blocks of a diagonal",
+    "use_dora": "its weights are normalized by column",
+    "use_qalora": "the inputs of A are averages of groups",
+    "velora_config": "its file has tensors beside A and B",
 }
+_EMPTY_IS_ON = frozenset(name for name in _NOT_COMPUTED if name.endswith("_config")) | {
+    "use_bdlora"
+}
+# How A and B began. Others than these change the base's weights, too, so that the sum stays.
+_HARMLESS_BEGINNINGS = frozenset(("gaussian", "eva", "orthogonal", "mica"))
+_MERGE = "merge the adapter into its base model with PEFT's merge_and_unload()"
+
+
+def _check_beginning(value: Any, where: str) -> None:
+    """Raise ``UnsupportedModelError`` if A and B are for a base whose weights PEFT changes.
+
+    PEFT's conversion of such an adapter to one of the unchanged base sets the entry to true.
+    """
+    if not value or value is True or str(value).lower() in _HARMLESS_BEGINNINGS:
+        return
+    raise UnsupportedModelError(
+        f"{where}: init_lora_weights is {shorten(value)}. With pissa, olora, corda, loftq and "
+        "lora_ga, A and B add to weights that PEFT has changed, and here they would be added to "
+        "the unchanged ones; no other such value is known. Save the adapter with "
+        "save_pretrained(path_initial_model_for_weight_conversion=...), which makes it one of the "
+        f"unchanged base, or {_MERGE}; if the base here is the changed one, set the entry to true"
+    )
 
 
 def adapter_config(entries: Mapping[str, Any], where: str) -> AdapterConfig:
@@ -193,19 +248,23 @@ def adapter_config(entries: Mapping[str, Any], where: str) -> AdapterConfig:
     if kind != "LORA":
         raise UnsupportedModelError(
             f"{where}: peft_type is {shorten(kind)}, and LORA is the only kind that is loaded: "
-            "merge the adapter into its base model with PEFT's merge_and_unload()"
+            f"{_MERGE}"
         )
     for name, value in entries.items():
-        harmless = not value or name in AdapterConfig.model_fields or name in _WITHOUT_EFFECT
-        if harmless or (name, value) in (("bias", "none"), ("lora_bias", False)):
+        if name == "init_lora_weights":
+            _check_beginning(value, where)
             continue
-        why = f" ({_ADVICE[name]})" if name in _ADVICE else ""
+        off = value is None or (not value and name not in _EMPTY_IS_ON)
+        known = name in AdapterConfig.model_fields or name in _WITHOUT_EFFECT
+        if off or known or (name, value) == ("bias", "none"):
+            continue
+        why = f" ({_NOT_COMPUTED[name]})" if name in _NOT_COMPUTED else ""
         raise UnsupportedModelError(
             f"{where}: {printable(name)} is {shorten(value)}, which is not computed here{why}: "
-            "merge the adapter into its base model with PEFT's merge_and_unload()"
+            f"{_MERGE}"
         )
     try:
-        return AdapterConfig(**entries)
+        return AdapterConfig(**({"peft_version": None} | dict(entries)))
     except ValueError as error:
         told = str(error).replace("a valid frozenset", "a list of names")
         lines = "\n".join(f"  {line}" for line in told.splitlines())

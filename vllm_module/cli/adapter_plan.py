@@ -87,7 +87,7 @@ def settings_line(config: AdapterConfig) -> str:
     shown = {
         name: sorted(value) if isinstance(value, frozenset) else value
         for name, value in entries.items()
-        if value and name != "peft_type"
+        if value and name not in ("peft_type", "peft_version")
     }
     return printable(", ".join(f"{name}={_short(value)}" for name, value in shown.items()))
 

@@ -27,6 +27,8 @@ class StackedLowRank(NamedTuple):
         a: ``[adapters, ranks, input]``, the slots one after the other, each of its largest rank.
         scale: factors of B A, ``[adapters, 1, ranks]``; 0 where an adapter has a smaller rank.
         parts: for each slot its ranks, its range of the output, and ``[adapters, rank, output]``.
+            These and the factors are float32 at least, so products with B are scaled and added
+            before they are rounded, as where an adapter is alone.
 
     """
 
@@ -48,10 +50,11 @@ class StackedLowRank(NamedTuple):
             ends.append(ends[-1] + most)
         like, count = adapters[0].a, len(adapters)
         a = like.new_zeros(count, ends[-1], like.shape[1])
-        scale = like.new_zeros(count, 1, ends[-1])
+        exact = torch.promote_types(like.dtype, torch.float32)
+        scale = like.new_zeros(count, 1, ends[-1], dtype=exact)
         parts = []
         for ((start, stop), of_slot), (first, end) in zip(slots, pairwise(ends), strict=True):
-            b = like.new_zeros(count, end - first, stop - start)
+            b = scale.new_zeros(count, end - first, stop - start)
             for index, (rank, output, factor) in of_slot.items():
                 size = rank.stop - rank.start
                 a[index, first : first + size] = adapters[index].a[rank]
@@ -64,9 +67,9 @@ class StackedLowRank(NamedTuple):
         """Add to ``y [rows, output]``, in place, what is computed of ``x [rows, input]``."""
         count, most = len(self.a), len(places.rows) // len(self.a)
         given = x.index_select(0, places.rows).view(count, most, -1)
-        low = torch.bmm(given, self.a.transpose(1, 2)).mul_(self.scale)
+        low = torch.bmm(given, self.a.transpose(1, 2)) * self.scale
         for ranks, output, b in self.parts:
-            added = y.new_empty(count * most + 1, b.shape[2])
+            added = low.new_empty(count * most + 1, b.shape[2])
             torch.bmm(low[:, :, ranks], b, out=added[:-1].view(count, most, -1))
             added[-1] = 0  # of rows of the base
             y[:, output] += added.index_select(0, places.inverse)

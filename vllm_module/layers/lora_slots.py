@@ -236,12 +236,12 @@ class AdapterSlots:
             return memory
         ends, rank = {*new.ends}, max(new.rank, self._max_rank or 1)
         if memory is not None:
-            self._memories.remove(memory)
             ends.update(end for _, end in memory.slices)
             rank = max(rank, memory.rank)
-        self.layout += 1
         made = SlotMemory(self.count, weights, new, sorted(ends), rank)
-        self._memories.append(made)
         for number, slot in self._slots.items():
             made.fill(slot, number)
+        # Only now: if there is no memory for the new one, the layer goes on with what it has.
+        self._memories = [each for each in self._memories if each is not memory] + [made]
+        self.layout += 1
         return made
