@@ -1,8 +1,8 @@
-"""Other people's clients run unchanged: LiteLLM, langchain-openai, lm-eval and guidellm.
+"""Other people's clients run unchanged: LiteLLM, langchain-openai, TRL, lm-eval and guidellm.
 
 They want packages beside which this project's do not install, so they run in an interpreter of
 their own: ``CLIENTS_PYTHON=/path/of/venv/bin/python pytest tests/server/test_clients.py``, after
-``pip install litellm langchain-openai guidellm 'lm_eval[api]' accelerate peft`` there.
+``pip install litellm langchain-openai trl requests guidellm 'lm_eval[api]' accelerate peft`` there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from vllm_module import AsyncLLM
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="CLIENTS_PYTHON names no interpreter")
-KEY, MODEL = "sk-one-of-two", "tiny"
+KEY, ADMIN, MODEL = "sk-one-of-two", "sk-admin", "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,70 @@ def test_conversations(server: Any, tmp_path: Path) -> None:
     answers = json.loads(run("-c", calls, folder=tmp_path).splitlines()[-1])
     assert answers == dict.fromkeys(answers, wanted)
     assert len(answers) == 8
+
+
+ROLLOUTS = """
+import json
+from trl.generation.vllm_client import VLLMClient
+
+client = VLLMClient(base_url=URL)
+client.session.headers["Authorization"] = "Bearer " + ADMIN
+greedy = {"temperature": 0.0, "max_tokens": 5, "logprobs": 2}
+print(json.dumps({
+    "texts": client.generate(["one", "two words"], n=2, **greedy),
+    "tokens": client.generate([[5, 6, 7]], **greedy),
+    "chats": client.chat([[{"role": "user", "content": "hi"}]], **greedy),
+    "scores": client.get_sequence_logprobs([[5, 6, 7, 8], [9, 10, 11]], [2, 1], top_logprobs=3),
+    "ranks": client.get_world_size(),
+    "mode": client.get_server_info()["model_config"]["logprobs_mode"],
+}))
+client.reset_prefix_cache()
+"""
+
+
+def test_rollouts(
+    start: Callable[..., Any], engine: Callable[..., Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """TRL's client for vLLM's server gets tokens and logprobs of transformers' greedy search.
+
+    It wants vLLM itself for sending weights over NCCL, which no test does: names stand for it.
+    """
+    for path, text in {
+        "vllm-0.25.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.25.0\n",
+        "vllm-0.25.0.dist-info/top_level.txt": "vllm\n",
+        "vllm/__init__.py": "",
+        "vllm/utils/network_utils.py": "get_ip = None\n",
+        "vllm/distributed/weight_transfer/nccl_engine.py": (
+            "NCCLTrainerSendWeightsArgs = NCCLWeightTransferEngine = None\n"
+        ),
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    with start(AsyncLLM(engine()), keys=[]) as server:
+        script = ROLLOUTS.replace("URL", repr(server.url)).replace("ADMIN", repr(ADMIN))
+        found = json.loads(run("-c", script, folder=tmp_path).splitlines()[-1])
+    assert (found["ranks"], found["mode"]) == (1, "raw_logprobs")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+    for name, samples in (("texts", 2), ("tokens", 1), ("chats", 1)):
+        got = found[name]
+        for number, ids in enumerate(got["completion_ids"]):
+            prompt = got["prompt_ids"][number // samples]
+            ours = torch.tensor(got["logprobs"][number])
+            best = logprobs([*prompt, *ids])[len(prompt) - 1 : -1].topk(2)
+            assert ids == best.indices[:, 0].tolist()
+            assert torch.allclose(ours[:, :2], best.values, atol=1e-5)
+            assert [each[:2] for each in got["logprob_token_ids"][number]] == best.indices.tolist()
+    assert found["tokens"]["prompt_ids"] == [[5, 6, 7]]
+    for number, (ids, start_at) in enumerate((([5, 6, 7, 8], 2), ([9, 10, 11], 1))):
+        best = logprobs(ids)[start_at - 1 : -1].topk(3)
+        scores = torch.tensor(found["scores"]["logprobs"][number])
+        assert torch.allclose(scores, best.values, atol=1e-5)
+        assert found["scores"]["logprob_token_ids"][number] == best.indices.tolist()
 
 
 def write_tasks(folder: Path) -> None:

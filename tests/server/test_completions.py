@@ -72,6 +72,29 @@ def test_token_ids_are_prompts(server: Any) -> None:
     assert len(tokens[0]) == len("hello")
 
 
+def test_prompt_logprobs_are_those_of_transformers(server: Any, folder: Path) -> None:
+    """In vLLM's layout: an entry for each token of the prompt, under the ids of the tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = [5, 6, 7, 8]
+    body = {"prompt": [ids, ids[:2]], "max_tokens": 1, "prompt_logprobs": 2}
+    choices = server.ask("POST", "/v1/completions", body)[1]["choices"]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for choice, own in zip(choices, (ids, ids[:2]), strict=True):
+        first, *entries = choice["prompt_logprobs"]
+        assert first is None
+        for at, (token, entry) in enumerate(zip(own[1:], entries, strict=True)):
+            ranks = {each["rank"]: (int(id_), each["logprob"]) for id_, each in entry.items()}
+            best = expected[at].topk(2)
+            assert [ranks[1][0], ranks[2][0]] == best.indices.tolist()
+            assert [ranks[1][1], ranks[2][1]] == pytest.approx(best.values.tolist(), abs=1e-4)
+            got = entry[str(token)]
+            assert got["logprob"] == pytest.approx(expected[at, token].item(), abs=1e-4)
+            assert got["rank"] == 1 + (expected[at] > expected[at, token]).sum().item()
+    status, answer = server.ask("POST", "/v1/completions", {**body, "stream": True})
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
 @pytest.mark.parametrize("most", [0, 1, 5])
 def test_echo_has_the_logprobs_of_transformers(server: Any, folder: Path, most: int) -> None:
     """What ``lm-eval`` reads: an entry for each token of the prompt and the answer."""

@@ -255,3 +255,22 @@ def test_a_unix_socket_and_tls(start: Any, tmp_path: Path) -> None:
         assert url.startswith("https://")
         with urllib.request.urlopen(f"{url}/version", context=trusted) as answer:
             assert answer.status == 200
+
+
+def test_what_vllms_clients_read(server: Any) -> None:
+    assert server.ask("GET", "/get_world_size")[1] == {"world_size": 1}
+    info = server.ask("GET", "/server_info?config_format=json")[1]["vllm_config"]
+    assert info["model_config"]["max_model_len"] == server.llm.llm.model_config.max_model_len
+    assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert info["parallel_config"] == {
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+    }  # fmt: skip
+    assert server.ask("POST", "/reset_prefix_cache", b"")[0] == 401
+    text = "a prompt that is longer than one page of the cache"
+    for cached in (False, True):
+        body = {"prompt": text, "max_tokens": 1}
+        usage = server.ask("POST", "/v1/completions", body)[1]["usage"]
+        assert bool(usage["prompt_tokens_details"]["cached_tokens"]) == cached
+    assert server.ask("POST", "/reset_prefix_cache", b"", ADMIN) == (200, {"success": True})
+    usage = server.ask("POST", "/v1/completions", body)[1]["usage"]
+    assert not usage["prompt_tokens_details"]["cached_tokens"]

@@ -30,12 +30,17 @@ async def completions(state: State, body: CompletionBody) -> Answer:
     prompts = [{**prompt, **state.adapter(body.model)} for prompt in prompts]
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens should be 1 or more, or 0 with echo", "max_tokens")
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "an answer with prompt_logprobs is not streamed", "prompt_logprobs")
+    of_prompt = body.prompt_logprobs
+    if of_prompt is None and body.echo:
+        of_prompt = body.logprobs
     params = sampling_params(
         llm,
         body,
         max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=of_prompt,
     )
     generation = Continuation(llm, state.histograms, new_id("cmpl"), prompts, params, body.stream)
     answer = _Answer(state, body, generation)
@@ -92,6 +97,11 @@ class _Answer:
         }  # fmt: skip
         if body.return_token_ids and delta.first:
             choice["prompt_token_ids"] = delta.output.prompt_token_ids
+        if body.prompt_logprobs is not None:  # as vLLM writes them
+            choice["prompt_logprobs"] = [
+                entry and {str(token): _entry(each) for token, each in entry.items()}
+                for entry in delta.output.prompt_logprobs or ()
+            ]
         return choice
 
     def _prompt_text(self, delta: ChoiceDelta) -> str:
@@ -125,3 +135,9 @@ class _Answer:
                 top.setdefault(token_text(other, logprob, as_id=as_id), bounded(logprob))
             own = entry[token]
             yield token_text(token, own, as_id=as_id), bounded(own), top
+
+
+def _entry(logprob: Logprob) -> dict[str, Any]:
+    return {
+        "logprob": bounded(logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token,
+    }  # fmt: skip

@@ -135,6 +135,40 @@ async def weight_version(state: State, _: EmptyBody) -> dict[str, Any]:
     return {"weight_version": state.engine().weight_version}
 
 
+async def world_size(state: State, _: EmptyBody) -> dict[str, Any]:
+    """Return the number of ranks, as vLLM does."""
+    return {"world_size": state.engine().llm.executor.size}
+
+
+async def server_info(state: State, _: EmptyBody) -> dict[str, Any]:
+    """Return of vLLM's configuration what its clients read."""
+    config = state.engine().llm.executor.worker.config
+    adapters = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
+    parallel = {
+        "tensor_parallel_size": state.engine().llm.executor.size // config.pipeline_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "data_parallel_size": 1,
+    }
+    model = state.engine().llm.model_config
+    return {
+        "vllm_config": {
+            "model_config": {
+                "model": model.model,
+                "max_model_len": model.max_model_len,
+                "logprobs_mode": config.logprobs_mode,
+            },
+            "parallel_config": parallel,
+            "lora_config": adapters,
+            "weight_transfer_config": None,  # vLLM's own protocol, over NCCL
+        }
+    }
+
+
+async def reset_prefix_cache(state: State, _: EmptyBody) -> dict[str, Any]:
+    """Evict cached pages between two steps."""
+    return {"success": await state.engine().reset_prefix_cache()}
+
+
 async def abort(state: State, body: AbortBody) -> dict[str, Any]:
     """End a request by the id of its answer; its client gets what there is."""
     await state.engine().abort(body.request_id)

@@ -117,12 +117,13 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """The body of /v1/completions."""
 
-    unsupported = {**_COMMON, "suffix": ("",), "best_of": (1,), "prompt_logprobs": ()}
+    unsupported = {**_COMMON, "suffix": ("",), "best_of": (1,)}
     prompt: Any
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool = False
     add_special_tokens: bool | None = None
     logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
 
 
 class ChatBody(GenerationBody):
