@@ -14,6 +14,7 @@ from vllm_module.adapters import Adapter, AdapterConfig, open_adapter
 from vllm_module.adapters.adapter import LoRALayer
 from vllm_module.adapters.copies import without_copies
 from vllm_module.base.messages import printable
+from vllm_module.build.adapter_base import check_base
 from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.output import by_number, grouped, plural, print_table, print_text, shape, size
 from vllm_module.core.plan import LoadPlan
@@ -59,6 +60,7 @@ def plan_adapter(source: ModelSource, path: Path, tp_size: int, ep_size: int) ->
     with tensor_parallel(rank=0, size=tp_size), experts:
         model = source.build(torch.device("cpu"))
     with open_adapter(path) as (config, weights):
+        check_base(config, source)
         adapter = Adapter(model, config)
         plan = adapter.plan(without_copies(model, weights, lambda _: True))
         of_ranks = [plan.of_rank(rank).module for rank in range(max(tp_size, ep_size))]
@@ -84,10 +86,11 @@ def _modules(plan: LoadPlan, config: AdapterConfig) -> Iterator[AdaptedModule]:
 def settings_line(config: AdapterConfig) -> str:
     """Return the settings of an adapter that say what it is, in a line."""
     entries = {name: getattr(config, name) for name in type(config).model_fields}
+    hidden = ("peft_type", "peft_version", "base_model_name_or_path", "base_digest")
     shown = {
         name: sorted(value) if isinstance(value, frozenset) else value
         for name, value in entries.items()
-        if value and name not in ("peft_type", "peft_version")
+        if value and name not in hidden
     }
     return printable(", ".join(f"{name}={_short(value)}" for name, value in shown.items()))
 
