@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_module import LLM, ModelConfig
 from vllm_module.adapters import adapter_config
-from vllm_module.build.adapter_base import check_base
+from vllm_module.adapters import check_base as check_base_of
 from vllm_module.build.model_source import ModelSource
 from vllm_module.cli import main
 from vllm_module.errors import UnsupportedModelError
@@ -22,6 +22,10 @@ from vllm_module.export.merged import merge
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+def check_base(config: Any, source: ModelSource) -> None:
+    check_base_of(config, source.source.folder, source.config)
 
 
 def of_the_hub(one: Any, folder: Path, name: str, **entries: Any) -> Path:

@@ -4,6 +4,7 @@ from vllm_module.adapters.adapter import Adapter
 from vllm_module.adapters.attached import attach, check_used, detach
 from vllm_module.adapters.config import AdapterConfig, adapter_config, read_adapter_config
 from vllm_module.adapters.files import base_names, file_versions, open_adapter
+from vllm_module.adapters.made_for import check_base
 from vllm_module.adapters.plans import AdapterPlans
 from vllm_module.adapters.slot_bytes import slot_bytes
 
@@ -14,6 +15,7 @@ __all__ = [
     "adapter_config",
     "attach",
     "base_names",
+    "check_base",
     "check_used",
     "detach",
     "file_versions",

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from rich.console import Console
 
-from vllm_module.adapters import Adapter, AdapterConfig, open_adapter
+from vllm_module.adapters import Adapter, AdapterConfig, check_base, open_adapter
 from vllm_module.adapters.adapter import LoRALayer
 from vllm_module.adapters.copies import without_copies
 from vllm_module.base.messages import printable
-from vllm_module.build.adapter_base import check_base
 from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.output import by_number, grouped, plural, print_table, print_text, shape, size
 from vllm_module.core.plan import LoadPlan
@@ -60,7 +59,7 @@ def plan_adapter(source: ModelSource, path: Path, tp_size: int, ep_size: int) ->
     with tensor_parallel(rank=0, size=tp_size), experts:
         model = source.build(torch.device("cpu"))
     with open_adapter(path) as (config, weights):
-        check_base(config, source)
+        check_base(config, source.source.folder, source.config)
         adapter = Adapter(model, config)
         plan = adapter.plan(without_copies(model, weights, lambda _: True))
         of_ranks = [plan.of_rank(rank).module for rank in range(max(tp_size, ep_size))]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_module.adapters import Adapter, open_adapter
-from vllm_module.build.adapter_base import check_base
+from vllm_module.adapters import Adapter, check_base, open_adapter
 from vllm_module.build.held import load_from, number_of_tensors
 from vllm_module.build.loader import progress
 from vllm_module.build.model_source import ModelSource
@@ -117,7 +116,7 @@ def load_rank(
 def _load_adapter(model: vLLMModule, source: ModelSource, path: Path) -> AdapterLoad:
     start = time.perf_counter()
     with open_adapter(path) as (config, weights):
-        check_base(config, source)
+        check_base(config, source.source.folder, source.config)
         adapter = Adapter(model, config)
         adapter.load(weights)
     seconds = time.perf_counter() - start

@@ -13,13 +13,13 @@ from vllm_module.adapters import (
     AdapterPlans,
     attach,
     base_names,
+    check_base,
     detach,
     file_versions,
     open_adapter,
 )
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
-from vllm_module.build.adapter_base import check_base
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import EngineConfig
@@ -92,7 +92,7 @@ class WorkerWeights:
             )
         versions = file_versions(path)
         with open_adapter(path) as (config, weights):
-            check_base(config, self.source)
+            check_base(config, self.source.source.folder, self.source.config)
             if self._adapter_plans is None:
                 self._adapter_plans = AdapterPlans(self.model)
             adapter = self._adapter_plans.load(config, weights)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_module.adapters import AdapterConfig
+from vllm_module.adapters.config import AdapterConfig
 from vllm_module.base.messages import printable, shorten
-from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.weights.digests import digest_of_all, stored_digests
 
@@ -24,22 +23,23 @@ _STORED = re.compile(
 )
 
 
-def check_base(config: AdapterConfig, source: ModelSource) -> None:
-    """Raise ``UnsupportedModelError`` if an adapter is of another model than ``source``.
+def check_base(config: AdapterConfig, folder: Path, served_config: object) -> None:
+    """Raise ``UnsupportedModelError`` if an adapter is of another model than that of ``folder``.
 
     It is where its settings have a ``base_digest`` (the last line of ``vllm-module digest``) that
     is not the model's, whose tensors' digests are in ``digests.json``. Without one, it is where the
     adapter's base and the model are both of the hub, and their names differ: not only in their
-    owners, or in how the weights are stored. Of a folder with any other name, nothing is known.
+    owners, or in how the weights are stored; nor is it the one that the model's ``served_config``
+    says it was made of. Of a folder with any other name, nothing is known.
     """
     if config.base_digest is not None:
-        _check_digest(config.base_digest, source.source.folder)
+        _check_digest(config.base_digest, folder)
         return
-    served, wanted = hub_id(source.source.folder), config.base_model_name_or_path
+    served, wanted = hub_id(folder), config.base_model_name_or_path
     wanted = hub_id(Path(wanted)) or wanted if wanted else None
     if served is None or wanted is None or not _HUB_ID.fullmatch(wanted):
         return
-    trained = getattr(source.config, "_name_or_path", None)
+    trained = getattr(served_config, "_name_or_path", None)
     if _model(wanted) not in (_model(served), _model(str(trained or ""))):
         raise UnsupportedModelError(
             f"the adapter was made for {printable(wanted)}, and the model is {printable(served)}: "
