@@ -138,7 +138,8 @@ def test_rollouts(
     for path, text in {
         "vllm-0.25.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.25.0\n",
         "vllm-0.25.0.dist-info/top_level.txt": "vllm\n",
-        "vllm/__init__.py": "",
+        "vllm/__init__.py": "LLM = RequestOutput = SamplingParams = None\n",
+        "vllm/sampling_params.py": "StructuredOutputsParams = None\n",
         "vllm/utils/network_utils.py": "get_ip = None\n",
         "vllm/distributed/weight_transfer/nccl_engine.py": (
             "NCCLTrainerSendWeightsArgs = NCCLWeightTransferEngine = None\n"

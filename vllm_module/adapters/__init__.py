@@ -10,6 +10,7 @@ from vllm_module.adapters.files import (
     gathered,
     open_adapter,
 )
+from vllm_module.adapters.made_for import check_base
 from vllm_module.adapters.plans import AdapterPlans
 from vllm_module.adapters.slot_bytes import slot_bytes
 
@@ -20,6 +21,7 @@ __all__ = [
     "adapter_config",
     "attach",
     "base_names",
+    "check_base",
     "check_used",
     "detach",
     "file_versions",

@@ -52,6 +52,8 @@ class AdapterConfig(Settings):
         layers_pattern: names before these numbers; by default the first number of a name counts.
         fan_in_fan_out: the base stores its weights transposed; A and B are stored as ever.
         peft_version: the PEFT that wrote the adapter; ``None`` if a file does not say.
+        base_model_name_or_path, base_digest: the model that it was made for; the second is what
+            ``vllm-module digest`` prints of all of its tensors, and no entry of PEFT's.
 
     """
 
@@ -70,6 +72,8 @@ class AdapterConfig(Settings):
     layers_pattern: Annotated[list[_Path], Field(max_length=100)] | _Path | None = None
     fan_in_fan_out: Annotated[bool, Field(strict=True)] = False
     peft_version: str | None = "0.19.1"
+    base_model_name_or_path: str | None = None
+    base_digest: str | None = None
 
     def rank(self, module: str) -> int:
         """Return the rank of the adapter of the module of this name."""
@@ -182,7 +186,6 @@ def _ends_in(module: str, names: Container[str]) -> bool:
 _WITHOUT_EFFECT = frozenset(
     (
         "auto_mapping",
-        "base_model_name_or_path",
         "corda_config",
         "ensure_weight_tying",
         "eva_config",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from rich.console import Console
 
-from vllm_module.adapters import Adapter, AdapterConfig, open_adapter
+from vllm_module.adapters import Adapter, AdapterConfig, check_base, open_adapter
 from vllm_module.adapters.adapter import LoRALayer
 from vllm_module.adapters.copies import without_copies
 from vllm_module.base.messages import printable
@@ -59,6 +59,7 @@ def plan_adapter(source: ModelSource, path: Path, tp_size: int, ep_size: int) ->
     with tensor_parallel(rank=0, size=tp_size), experts:
         model = source.build(torch.device("cpu"))
     with open_adapter(path) as (config, weights):
+        check_base(config, source.source.folder, source.config)
         adapter = Adapter(model, config)
         plan = adapter.plan(without_copies(model, weights, lambda _: True))
         of_ranks = [plan.of_rank(rank).module for rank in range(max(tp_size, ep_size))]
@@ -84,10 +85,11 @@ def _modules(plan: LoadPlan, config: AdapterConfig) -> Iterator[AdaptedModule]:
 def settings_line(config: AdapterConfig) -> str:
     """Return the settings of an adapter that say what it is, in a line."""
     entries = {name: getattr(config, name) for name in type(config).model_fields}
+    hidden = ("peft_type", "peft_version", "base_model_name_or_path", "base_digest")
     shown = {
         name: sorted(value) if isinstance(value, frozenset) else value
         for name, value in entries.items()
-        if value and name not in ("peft_type", "peft_version")
+        if value and name not in hidden
     }
     return printable(", ".join(f"{name}={_short(value)}" for name, value in shown.items()))
 

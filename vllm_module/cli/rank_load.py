@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_module.adapters import Adapter, open_adapter
+from vllm_module.adapters import Adapter, check_base, open_adapter
 from vllm_module.build.held import load_from, number_of_tensors
 from vllm_module.build.loader import progress
 from vllm_module.build.model_source import ModelSource
@@ -108,14 +108,15 @@ def load_rank(
     replicated = replicated_share(model)
     measured = RankLoad(
         rank, load_format, nbytes, seconds, rate, before, peak, cuda, replicated,
-        None if adapter is None else _load_adapter(model, adapter),
+        None if adapter is None else _load_adapter(model, source, adapter),
     )  # fmt: skip
     return measured, model.load_report, model
 
 
-def _load_adapter(model: vLLMModule, path: Path) -> AdapterLoad:
+def _load_adapter(model: vLLMModule, source: ModelSource, path: Path) -> AdapterLoad:
     start = time.perf_counter()
     with open_adapter(path) as (config, weights):
+        check_base(config, source.source.folder, source.config)
         adapter = Adapter(model, config)
         adapter.load(weights)
     seconds = time.perf_counter() - start

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.adapters import open_adapter
+from vllm_module.adapters import check_base, open_adapter
 from vllm_module.adapters.merging import Addition, additions
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
@@ -67,6 +67,7 @@ def merge(
         raise ValueError("merge an adapter in full precision, and quantize the result")
     source = ModelSource.find(config, load_format)
     with opened(source, "merge into") as checkpoint, open_adapter(adapter) as (settings, weights):
+        check_base(settings, source.source.folder, source.config)
         stored = dict(checkpoint)
         model = source.build(torch.device("cpu"), len(stored))
         plan = model.plan_weights(stored)

@@ -52,11 +52,15 @@ def _pieces(weight: Weight, starts: tuple[int, ...]) -> Iterator[tuple[Weight, t
         yield from _pieces(part, (*starts[:dim], first, *starts[dim + 1 :]))
 
 
-def digest_of_all(digests: Iterable[tuple[str, Digest]]) -> str:
-    """Return 32 hexadecimal digits for named tensors, whatever their order: a sum over tensors."""
+def digest_of_all(digests: Iterable[tuple[str, Digest | str]]) -> str:
+    """Return 32 hexadecimal digits for named tensors, whatever their order: a sum over tensors.
+
+    Digests may be given by their digits, as ``digests.json`` has them.
+    """
     total = 0
     for name, digest in digests:
-        named = f"{digest.hex} {name}".encode("utf-8", "surrogatepass")
+        digits = digest if isinstance(digest, str) else digest.hex
+        named = f"{digits} {name}".encode("utf-8", "surrogatepass")
         total += int.from_bytes(hashlib.blake2b(named, digest_size=16).digest(), "little")
     return f"{total % 2**128:032x}"
 

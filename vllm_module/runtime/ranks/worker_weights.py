@@ -15,6 +15,7 @@ from vllm_module.adapters import (
     AdapterPlans,
     attach,
     base_names,
+    check_base,
     check_used,
     detach,
     file_versions,
@@ -104,6 +105,7 @@ class WorkerWeights:
             )
         versions = file_versions(path)
         with open_adapter(path) as (config, weights):
+            check_base(config, self.source.source.folder, self.source.config)
             if self._adapter_plans is None:
                 self._adapter_plans = AdapterPlans(self.model)
             is_base = (lambda copy: True) if again else Fill.is_held
