@@ -104,3 +104,21 @@ def test_what_is_refused(server: Any, body: dict[str, Any], param: str, says: st
     nothing = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "store": False, **nothing}
     assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
+
+
+def test_token_ids_are_where_vllm_has_them(server: Any, sync: LLM) -> None:
+    """Those of the prompt are beside the choices; in a stream, in the first chunk."""
+    messages = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (expected,) = sync.chat(messages, params, use_tqdm=False)
+    body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+    asked = server.client().chat.completions.create
+    answer = asked(**body, extra_body={"return_token_ids": True})
+    assert answer.prompt_token_ids == expected.prompt_token_ids
+    assert answer.choices[0].token_ids == list(expected.outputs[0].token_ids)
+    chunks = list(asked(**body, stream=True, extra_body={"return_token_ids": True}))
+    found = [(each.model_extra or {}).get("prompt_token_ids") for each in chunks]
+    assert found == [expected.prompt_token_ids, *[None] * (len(chunks) - 1)]
+    ids = [token for each in chunks[1:] for token in each.choices[0].token_ids]
+    assert ids == list(expected.outputs[0].token_ids)
+    assert "prompt_token_ids" not in (asked(**body).model_extra or {})

@@ -40,7 +40,7 @@ class _Answer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        choices = []
+        choices, prompt = [], dict[str, Any]()
         async with aclosing(self._conversation.turns()) as turns:
             async for piece, deltas in turns:
                 message: dict[str, Any] = {
@@ -52,9 +52,10 @@ class _Answer:
                 if message["content"] is None and "tool_calls" not in message:
                     message["content"] = ""
                 choices.append(self._choice(piece, "message", message))
+                prompt = self._prompt(piece)
         choices.sort(key=lambda choice: choice["index"])
         usage = self._conversation.generation.usage()
-        return {**self._head, "choices": choices, "usage": usage}
+        return {**self._head, **prompt, "choices": choices, "usage": usage}
 
     async def events(self) -> Events:
         options = self._body.stream_options
@@ -66,7 +67,8 @@ class _Answer:
                     delta = {"role": "assistant", "content": ""}
                     choice = {"index": piece.index, "delta": delta, "logprobs": None}
                     usage = {"usage": generation.usage(generated=False)} if counted else {}
-                    yield {**self._head, "choices": [{**choice, "finish_reason": None}], **usage}
+                    begin = {**self._head, **self._prompt(piece)}
+                    yield {**begin, "choices": [{**choice, "finish_reason": None}], **usage}
                 choice = self._choice(piece, "delta", self._message(piece.index, deltas))
                 shown = ("delta", "logprobs", "finish_reason", "token_ids")
                 if any(choice[key] for key in shown):
@@ -100,9 +102,13 @@ class _Answer:
             "stop_reason": piece.stop_reason,
             "token_ids": piece.token_ids if body.return_token_ids else None,
         }
-        if body.return_token_ids and piece.first:
-            choice["prompt_token_ids"] = piece.output.prompt_token_ids
         return choice
+
+    def _prompt(self, piece: ChoiceDelta) -> dict[str, Any]:
+        """Return the prompt's tokens, if asked for, which vLLM has beside the choices."""
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": piece.output.prompt_token_ids}
 
     def _logprobs(self, piece: ChoiceDelta) -> dict[str, Any]:
         as_id, count = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0

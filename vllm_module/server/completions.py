@@ -99,7 +99,7 @@ class _Answer:
             choice["prompt_token_ids"] = delta.output.prompt_token_ids
         if body.prompt_logprobs is not None:  # as vLLM writes them
             choice["prompt_logprobs"] = [
-                entry and {str(token): _entry(each) for token, each in entry.items()}
+                None if entry is None else {str(t): _entry(each) for t, each in entry.items()}
                 for entry in delta.output.prompt_logprobs or ()
             ]
         return choice
