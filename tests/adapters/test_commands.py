@@ -84,7 +84,12 @@ def test_plan(tuned: Callable[[str], Any], run: Any, family: str, ranks: int) ->
     ) as llm:
         assert found["rank_bytes"][0] == llm.load_adapter("a", one.adapter).num_bytes
     assert len(found["rank_bytes"]) == ranks
-    assert f"{len(found['modules'])} modules; in memory" in run(*given)[1]
+    shown = run(*given)[1]
+    assert f"{len(found['modules'])} modules; in memory" in shown
+    if family == "llama":  # A and B of qkv, o, gate and up, and down in two layers, of rank 16
+        numbers = 3 * 32 + 64 // ranks + 32 // ranks + 32 + 2 * 32 + 64 // ranks + 32 // ranks + 32
+        assert found["slot_bytes"] == 2 * 16 * numbers * 4
+        assert "each of max_loras, with max_lora_rank=7" in " ".join(shown.split())
 
 
 def test_load(tuned: Callable[[str], Any], run: Any, tmp_path: Path) -> None:

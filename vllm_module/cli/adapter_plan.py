@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from rich.console import Console
 
-from vllm_module.adapters import Adapter, AdapterConfig, check_base, open_adapter
+from vllm_module.adapters import Adapter, AdapterConfig, check_base, open_adapter, slot_bytes
 from vllm_module.adapters.adapter import LoRALayer
 from vllm_module.adapters.copies import without_copies
 from vllm_module.base.messages import printable
@@ -33,12 +33,22 @@ class AdaptedModule(NamedTuple):
 
 
 class AdapterPlan(NamedTuple):
-    """What an adapter's modules get, and the bytes of A and B on each rank, padding counted."""
+    """What an adapter's modules get, and the bytes of A and B on each rank, padding counted.
+
+    ``slot_bytes`` are those that a GPU keeps for each of ``max_loras``, with the adapter's largest
+    rank as ``max_lora_rank``.
+    """
 
     path: Path
     config: AdapterConfig
     modules: list[AdaptedModule]
     rank_bytes: list[int]
+    slot_bytes: int
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a module."""
+        return max((each.rank for each in self.modules), default=1)
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints of it."""
@@ -46,6 +56,7 @@ class AdapterPlan(NamedTuple):
             "path": str(self.path),
             "modules": [each._asdict() for each in self.modules],
             "rank_bytes": self.rank_bytes,
+            "slot_bytes": self.slot_bytes,
         }
 
 
@@ -65,7 +76,8 @@ def plan_adapter(source: ModelSource, path: Path, tp_size: int, ep_size: int) ->
         of_ranks = [plan.of_rank(rank).module for rank in range(max(tp_size, ep_size))]
         rank_bytes = [sum(each.nbytes for each in module.parameters()) for module in of_ranks]
         modules = sorted(_modules(plan, config), key=lambda each: by_number(each.name))
-    return AdapterPlan(path, config, modules, rank_bytes)
+    found = AdapterPlan(path, config, modules, rank_bytes, 0)
+    return found._replace(slot_bytes=slot_bytes(model, 1, found.rank))
 
 
 def _modules(plan: LoadPlan, config: AdapterConfig) -> Iterator[AdaptedModule]:
@@ -127,3 +139,8 @@ def print_adapter(out: Console, plan: AdapterPlan, *, every: bool) -> None:
     least, most = min(plan.rank_bytes), max(plan.rank_bytes)
     each = size(most) if least == most else f"{size(least)} to {size(most)}"
     print_text(out, f"{plural(len(plan.modules), 'module')}; in memory, {each} on each rank")
+    print_text(
+        out,
+        f"on a GPU, {size(plan.slot_bytes)} on each rank for each of max_loras, with max_lora_rank="
+        f"{plan.rank}",
+    )

@@ -94,7 +94,7 @@ class _Answer:
     def _choice(self, piece: ChoiceDelta, key: str, message: dict[str, Any]) -> dict[str, Any]:
         body = self._body
         calls = piece.finish_reason == "stop" and self._shown.get(piece.index)
-        choice = {
+        return {
             "index": piece.index,
             key: message,
             "logprobs": self._logprobs(piece) if body.logprobs and piece.token_ids else None,
@@ -102,7 +102,6 @@ class _Answer:
             "stop_reason": piece.stop_reason,
             "token_ids": piece.token_ids if body.return_token_ids else None,
         }
-        return choice
 
     def _prompt(self, piece: ChoiceDelta) -> dict[str, Any]:
         """Return the prompt's tokens, if asked for, which vLLM has beside the choices."""

@@ -120,8 +120,9 @@ def plan(
     kv_cache_tokens that fit into the memory, or null; reads: name, file, byte_range in the file,
     bytes, pieces, shape, of, dtype, parameter, slot, quantized, tied_to); skipped (name to rule);
     missing, unexpected, duplicated and misshapen (lists of [name, detail]); with --adapter,
-    adapter (path; modules: name, rank, scale, a and b: shapes, bytes; rank_bytes). With --pp above
-    1: pipeline_parallel_size; stages (all keys above, for each stage).
+    adapter (path; modules: name, rank, scale, a and b: shapes, bytes; rank_bytes; slot_bytes: for
+    each of max_loras on a GPU, at the adapter's largest rank). With --pp above 1:
+    pipeline_parallel_size; stages (all keys above, for each stage).
     """
     memory_bytes = None if memory is None else parse_size(memory)
     if expert_parallel_size is not None and expert_parallel_size % ranks.tp:
