@@ -36,7 +36,7 @@ def assert_as_peft(tuned: Any, ranks: int, slots: bool = False, **settings: Any)
     def rank(_: int) -> tuple[torch.Tensor, ...]:
         base, rows = (
             load_base(tuned.base, **settings),
-            AdapterRows(AdapterSlots(3) if slots else None),
+            AdapterRows(AdapterSlots(3, torch.device("cpu")) if slots else None),
         )
         before = logits_of(base, tuned.ids)
         adapter = load_adapter(base, tuned.adapter)

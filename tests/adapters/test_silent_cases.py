@@ -119,7 +119,7 @@ def test_parameters_of_experts_by_an_older_peft(
 def test_scaled_once_however_often_it_is_read(tuned: Callable[[str], Any]) -> None:
     """SkyRL 2250: what comes into a slot again after an eviction is not scaled again."""
     one = tuned("llama")
-    base, rows = load_base(one.base), AdapterRows(AdapterSlots(1))
+    base, rows = load_base(one.base), AdapterRows(AdapterSlots(1, torch.device("cpu")))
     kept = load_file(one.adapter / "adapter_model.safetensors")
     before = {name: tensor.clone() for name, tensor in kept.items()}
     adapters = [load_adapter(base, one.adapter) for _ in range(2)]

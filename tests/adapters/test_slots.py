@@ -55,7 +55,7 @@ class Layers:
     """Two layers, the second of which only some adapters adapt, and a model of what they add."""
 
     def __init__(self, slots: int) -> None:
-        self.rows = AdapterRows(AdapterSlots(slots))
+        self.rows = AdapterRows(AdapterSlots(slots, torch.device("cpu")))
         self.layers = [LayerAdapters(self.rows) for _ in range(2)]
         self.held: dict[int, list[LowRank | None]] = {}
         self.generator = torch.Generator().manual_seed(0)
@@ -230,7 +230,7 @@ def test_without_memory_for_more_a_layer_keeps_what_it_has(monkeypatch: pytest.M
 
 def test_the_adapter_that_was_used_longest_ago_leaves() -> None:
     """A slot is not taken from an adapter of the same step."""
-    slots = AdapterSlots(2)
+    slots = AdapterSlots(2, torch.device("cpu"))
     assert slots.place([7, 5]) == {5: 0, 7: 1}
     assert slots.place([5]) == {5: 0}
     assert slots.place([9]) == {9: 1}
@@ -272,7 +272,8 @@ def test_the_bytes_of_slots_are_known_before(
     def measured(_: int) -> None:
         base = support["load_base"](tmp_path / "base")
         expected = slot_bytes(base, 3, rank)
-        attach(support["load_adapter"](base, tmp_path / "adapter"), 0, AdapterRows(AdapterSlots(3)))
+        rows = AdapterRows(AdapterSlots(3, torch.device("cpu")))
+        attach(support["load_adapter"](base, tmp_path / "adapter"), 0, rows)
         layers = [each.adapters for each in base.modules() if isinstance(each, LinearBase)]
         memory = [each.memory for each in layers if each is not None]
         assert expected == sum(each.a.nbytes + each.b.nbytes for each in memory) > 0
@@ -285,7 +286,7 @@ def test_a_rank_above_the_limit_is_refused(tuned: Any) -> None:
     one = tuned("llama")
     base = support["load_base"](one.base)
     adapter = support["load_adapter"](base, one.adapter)
-    rows = AdapterRows(AdapterSlots(2, 4))
+    rows = AdapterRows(AdapterSlots(2, torch.device("cpu"), 4))
     with pytest.raises(UnsupportedModelError, match=r"the rank 7, and max_lora_rank is 6"):
         attach(adapter, 0, rows, 6)
     linear = [each for each in base.modules() if isinstance(each, LinearBase)]
@@ -377,7 +378,7 @@ def test_rows_of_no_expert_get_nothing() -> None:
         a = torch.randn(2, 3, INPUTS, generator=generator)
         b = torch.randn(2, 4, 3, generator=generator)
         held[number] = LowRank(a, b, (LowRankPart(slice(0, 3), slice(0, 4), 2.0),), (4,))
-    slots = AdapterSlots(2)
+    slots = AdapterSlots(2, torch.device("cpu"))
     memory = slots.memory_for(None, held, held[0])
     at = slots.place(held)
     x, offsets = torch.randn(6, INPUTS, generator=generator), torch.tensor([0, 2, 4])

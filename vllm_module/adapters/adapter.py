@@ -105,7 +105,8 @@ class LoRALayer(AdapterModule):
                 config.refuse_old_experts(self.modules_of[""])
             self.shard_names = ()
             self.stored_beside = {name: f"{base.packed}.{name}" for name in ("lora_A", "lora_B")}
-        self.load_state.device = base.load_state.device
+        # On a device, rows are multiplied by copies in slots (layers/lora_slots.py).
+        self.load_state.device = torch.device("cpu")
 
     def absent_weight(self, name: str, slot: str) -> torch.Tensor | None:
         """Return zeros for a slot that the adapter does not adapt."""

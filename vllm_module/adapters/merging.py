@@ -88,7 +88,7 @@ class Addition(NamedTuple):
             a, b = a[self.expert], b[self.expert]
         if self.rows is not None:
             b = b[slice(*self.rows)]
-        a, b = _wide(a), _wide(b)
+        a, b = _wide(a).to(weight.device), _wide(b).to(weight.device)
         parts = zip(weight, a, b, strict=True) if a.dim() == 3 else [(weight, a, b)]
         for part, one, other in parts:  # each expert by itself, to hold little
             product = other @ one

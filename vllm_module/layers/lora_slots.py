@@ -1,8 +1,9 @@
 """LoRA adapters on a device: a fixed number of slots, whose memory stays where it is.
 
 Each layer has memory for the A and B of as many adapters as one step may have, padded to one rank.
-An adapter is copied into a slot when a step first needs it. A step then differs from another in
-the slots of its rows only, which are numbers in memory, so a CUDA graph replays any of them.
+An adapter is in host memory, and is copied into a slot when a step first needs it. A step then
+differs from another in the slots of its rows only, which are numbers in memory, so a CUDA graph
+replays any of them.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class SlotMemory:
         like: one of them.
         ends: where the slices of the layer's output end.
         rank: largest rank of a slice.
+        device: where the memory is; ``weights`` are in host memory, or there.
 
     Attributes:
         a: ``[slots, slices * rank, input]``; of experts ``[slots, experts, …]``.
@@ -82,14 +84,15 @@ class SlotMemory:
         like: LowRank,
         ends: Collection[int],
         rank: int,
+        device: torch.device,
     ) -> None:
         self.weights = weights
         self.rank = padded_rank(rank)
         self.slices = [*pairwise([0, *ends])]
         *experts, _, inputs = like.a.shape
         shape = count, *experts, len(ends) * self.rank, inputs
-        self.a = like.a.new_zeros(shape)
-        self.b = like.b.new_zeros(count, *like.b.shape[:-1], self.rank)
+        self.a = like.a.new_zeros(shape, device=device)
+        self.b = like.b.new_zeros(count, *like.b.shape[:-1], self.rank, device=device)
         self.scale = self.a.new_zeros(count, len(ends), dtype=torch.float32)
         self.ends = torch.tensor([*ends], dtype=torch.int32, device=self.a.device)
 
@@ -178,6 +181,7 @@ class AdapterSlots:
 
     Args:
         count: number of slots: adapters of one step, at most.
+        device: where their memory is.
         max_rank: the rank that memory is for; ``None`` to make it larger as adapters need it.
 
     Attributes:
@@ -185,8 +189,9 @@ class AdapterSlots:
 
     """
 
-    def __init__(self, count: int, max_rank: int | None = None) -> None:
+    def __init__(self, count: int, device: torch.device, max_rank: int | None = None) -> None:
         self.count, self.layout = count, 0
+        self._device = device
         self._max_rank = max_rank
         self._slots: dict[int, int] = {}  # by number of an adapter; used longest ago first
         self._memories: list[SlotMemory] = []
@@ -238,7 +243,7 @@ class AdapterSlots:
         if memory is not None:
             ends.update(end for _, end in memory.slices)
             rank = max(rank, memory.rank)
-        made = SlotMemory(self.count, weights, new, sorted(ends), rank)
+        made = SlotMemory(self.count, weights, new, sorted(ends), rank, self._device)
         for number, slot in self._slots.items():
             made.fill(slot, number)
         # Only now: if there is no memory for the new one, the layer goes on with what it has.

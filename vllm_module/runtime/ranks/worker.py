@@ -26,7 +26,6 @@ from vllm_module.distributed import (
 )
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.lora_rows import AdapterRows
-from vllm_module.layers.lora_slots import AdapterSlots
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
@@ -107,8 +106,7 @@ class Worker(WorkerWeights):
         self._all_ranks = stage.size * self._group.size
         self.rank = (stage.size - 1 - stage.rank) * self._group.size + self._group.rank
         self._shape: tuple[int, int, int] | None = None  # arguments of the last start
-        on_gpu, most = self.device.type == "cuda", (config.max_loras, config.max_lora_rank)
-        self._adapter_rows = AdapterRows(AdapterSlots(*most) if on_gpu else None)
+        self._adapter_rows = AdapterRows(self.new_slots())
 
     @property
     def is_encoder(self) -> bool:
@@ -211,10 +209,7 @@ class Worker(WorkerWeights):
         )
 
     def _memory(self, max_model_len: int) -> int:
-        """Return the bytes left for pages; negative if the states do not fit.
-
-        A and B of adapters, which are loaded later, take what ``gpu_memory_utilization`` leaves.
-        """
+        """Return the bytes left for pages; negative if the states do not fit."""
         config, size = self.config, self.config.block_size
         # The limit of a user, and that of a CPU, is for pages only.
         if config.kv_cache_memory_bytes is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,7 @@ class WorkerWeights:
         self._adapters: dict[int, Adapter] = {}
         self._adapter_plans: AdapterPlans | None = None
         self._taken: dict[str, Weight] = {}  # of an update of an adapter
-        # A and B in host memory, by number of the adapter and path.
-        self._slept_adapters: dict[int, dict[str, torch.Tensor]] = {}
+        self._has_slots = True  # False while the memory of slots is freed
 
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
@@ -121,7 +119,6 @@ class WorkerWeights:
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, if this rank has it."""
         adapter = self._adapters.pop(number, None)
-        self._slept_adapters.pop(number, None)
         if adapter is not None:
             detach(adapter, number)
             if self._adapter_rows.slots is not None:
@@ -177,11 +174,10 @@ class WorkerWeights:
         return None, self._took_update
 
     def sleep(self, level: int) -> None:
-        """Free the memory of the caches, of the CUDA graphs, of the weights and of adapters.
+        """Free the memory of the caches, of the CUDA graphs, of the weights and of slots.
 
         At level 1 weights are first copied to host memory; at level 2 they are dropped. On a CPU,
-        level 1 leaves them in place. Adapters are copied to host memory at both: what updates wrote
-        is nowhere else. On a CPU they stay.
+        level 1 leaves them in place. Adapters are in host memory, and stay there.
 
         Raises ``MemoryError`` if host memory is too small for level 1.
         """
@@ -192,36 +188,34 @@ class WorkerWeights:
             return
         else:
             held = held_tensors(self.model)
-            tensors = chain(held.values(), *(each.parameters() for each in self._adapters.values()))
-            _check_host_memory(sum(each.nbytes for each in tensors), self._all_ranks)
+            _check_host_memory(sum(each.nbytes for each in held.values()), self._all_ranks)
             self._slept = {path: each.detach().cpu() for path, each in held.items()}
-            del held, tensors
+            del held
         self.close()
         if self.device.type != "cpu":
-            self._sleep_adapters()
+            self._free_slots()
         self.model.sleep()
 
-    def _sleep_adapters(self) -> None:
-        """Copy adapters to host memory, and free theirs and that of slots; no graph is left."""
-        for number, adapter in self._adapters.items():
-            held = held_tensors(adapter)
-            self._slept_adapters[number] = {
-                path: each.detach().cpu() for path, each in held.items()
-            }
-            adapter.sleep()
+    def new_slots(self) -> AdapterSlots | None:
+        """Return slots of adapters without memory; ``None`` on a CPU, which needs none."""
+        if self.device.type == "cpu":
+            return None
+        return AdapterSlots(self.config.max_loras, self.device, self.config.max_lora_rank)
+
+    def _free_slots(self) -> None:
+        """Free the memory of slots; no graph is left that knows it."""
         layers: Iterable[Any] = self.model.modules()
         for layer in layers:
             if getattr(layer, "adapters", None) is not None:  # with the memory of slots
                 layer.adapters = None
         self._adapter_rows.set_slots(None)
-        self._adapter_rows.slots = AdapterSlots(self.config.max_loras, self.config.max_lora_rank)
+        self._adapter_rows.slots = self.new_slots()
+        self._has_slots = False
 
-    def _wake_adapters(self) -> None:
-        for number, held in list(self._slept_adapters.items()):
-            adapter = self._adapters[number]
-            load_held(adapter, held)
+    def _fill_slots(self) -> None:
+        for number, adapter in self._adapters.items() if not self._has_slots else ():
             attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
-            del self._slept_adapters[number]
+        self._has_slots = True
 
     def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
         """Restore the weights of a sleeping rank, and allocate the caches, or one of the two.
@@ -250,7 +244,7 @@ class WorkerWeights:
 
     def _awake(self, *, caches: bool = True) -> None:
         """Record that the model has weights; give adapters and freed caches memory again."""
-        self._wake_adapters()
+        self._fill_slots()
         self._slept, self._dropped = None, False
         if caches and self.runner is None and self._shape is not None:
             self.start(*self._shape)
