@@ -215,7 +215,7 @@ def test_adapters_sleep(tmp_path: Path, settings: dict[str, Any]) -> None:
         assert prepare(llm) == expected
         awake = bytes_on_device(others)
         llm.load_adapter("copy", str(adapters[0]))
-        assert bytes_on_device(others) == awake, "an adapter is in host memory until a step needs it"
+        assert bytes_on_device(others) == awake, "it is in host memory until a step needs it"
         llm.unload_adapter("copy")
         for level in (1, 2):
             llm.sleep(level)
