@@ -199,8 +199,15 @@ def test_an_engine_beside_an_event_loop(models: dict[str, tuple[Path, Any]]) -> 
             assert during > 1
             assert llm.llm.executor.size == 2
             assert await answer() == expected
+            # The threads of a product are those of the thread that asks for it.
+            assert await llm.call(lambda llm: torch.get_num_threads()) == 2
 
-    asyncio.run(run())
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        asyncio.run(run())
+    finally:
+        torch.set_num_threads(before)
 
 
 def _fail(*_: Any) -> Any:

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, get_args
 
+import torch
+
 from vllm_module.base.messages import describe_error, shorten
 from vllm_module.errors import EngineBusyError
 from vllm_module.runtime.engine_thread import EngineThread, Inbox, PauseMode
@@ -251,7 +253,13 @@ class AsyncLLM:
 
     async def reshard(self, tensor_parallel_size: int) -> None:
         """Go on with another number of ranks, as :meth:`~vllm_module.LLM.reshard`."""
-        await asyncio.to_thread(self.llm.reshard, tensor_parallel_size)
+
+        def change() -> int:
+            self.llm.reshard(tensor_parallel_size)
+            return torch.get_num_threads()
+
+        threads = await asyncio.to_thread(change)
+        await self.call(lambda llm: torch.set_num_threads(threads))  # each thread has its own
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Free memory, as :meth:`~vllm_module.LLM.sleep`, once requests have ended as by ``mode``.
