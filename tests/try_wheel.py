@@ -74,6 +74,7 @@ EXTRAS = {
     "docs": ("import material, mkdocs, mkdocstrings_handlers.python", "No module named"),
     "fuzz": ("import atheris", "No module named"),
     "lint": ("import mypy, ruff", "No module named"),
+    "otel": ("import opentelemetry.instrumentation.starlette", "No module named"),
     "peft": ("import peft", "No module named"),
     "plot": (PLOT, "vllm-module[plot]"),
     "serve": ("import vllm_module.server.app", "vllm-module[serve]"),
