@@ -193,7 +193,7 @@ def test_as_many_tokens_fit_as_are_said_to(
 ) -> None:
     """One token more than ``kv_cache_tokens`` needs more memory, also beside states."""
     nothing: Any = None
-    rank = RankPlan(0, [], LoadReport(), 0, weights, {}, 0, page, state, 0.0, {}, nothing)
+    rank = RankPlan(0, [], LoadReport(), 0, weights, {}, 0, page, state, 0.0, {}, nothing, nothing)
     tokens = rank.kv_cache_tokens(memory)
     assert rank.needed_bytes(tokens + 1) > memory
     assert tokens == 0 or rank.needed_bytes(tokens) <= memory
@@ -206,7 +206,7 @@ def test_the_peak_is_that_of_the_larger_moment(
     """Weights are there at both moments: while one is quantized, and beside a full cache."""
     nothing: Any = None
     rank = RankPlan(
-        0, [], LoadReport(), 0, weights, {}, quantizing, page, state, 0.0, {}, nothing
+        0, [], LoadReport(), 0, weights, {}, quantizing, page, state, 0.0, {}, nothing, nothing
     )  # fmt: skip
     pages = len(range(0, tokens, PAGE_SIZE))
     moments = [weights + quantizing, weights + state + page * pages]

@@ -61,6 +61,10 @@ SCREENS: dict[str, tuple[tuple[str, ...], str]] = {
     "plan-too-large": (("plan", "large", "--tp", "2", "--memory", "2GB"), ""),
     "inspect-adapter": (("inspect", "adapter"), ""),
     "plan-stages": (("plan", "large", "--tp", "4", "--pp", "2", "--memory", "80GiB"), ""),
+    "plan-hosts": (
+        ("plan", "large", "--tp", "4", "--pp", "2", "--nodes", "4", "--memory", "80GiB"),
+        "",
+    ),
     "plan-adapter": (("plan", "tiny", "--tp", "2", "--adapter", "adapter"), ""),
     "load": (("load", "tiny", "--tp", "2", *CPU), ""),
     "generate": (("generate", "tiny", "--prompt", "A tree", *IDS[:-1]), ""),

@@ -22,6 +22,7 @@ from vllm_module.core.tree import is_typed, slots_of
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.runtime.cache.kv_cache import page_bytes
 from vllm_module.runtime.cache.state_cache import state_bytes
+from vllm_module.runtime.ranks.wire import TokenMessages
 from vllm_module.weights import Weight
 from vllm_module.weights.handle import FileHandle
 from vllm_module.wrapped.model import replicated_share
@@ -75,7 +76,8 @@ class RankPlan:
     recurrent layers keep of a sequence.
     ``replicated``: the share of the parameters' elements that the rank holds whole.
     ``plans``: of all ranks, in the model's order. ``paths``: the tensors of rank 0, each with its
-    names. ``load``: the plan of rank 0, from which those of all ranks come.
+    names. ``load``: the plan of rank 0, from which those of all ranks come. ``messages``: what
+    ranks exchange for a token.
     """
 
     rank: int
@@ -90,6 +92,7 @@ class RankPlan:
     replicated: float
     paths: Mapping[torch.Tensor, Sequence[str]]
     load: LoadPlan
+    messages: TokenMessages
 
     def reads(self) -> Iterator[RankRead]:
         """Yield every piece that this rank reads, in the model's order."""
@@ -165,6 +168,7 @@ def plan_ranks(
     for path, tensor in _tensors(model):
         paths.setdefault(tensor, []).append(path)
     load = plan_from(model, checkpoint)
+    messages = TokenMessages.of(model, source.config.hidden_size, source.dtype.itemsize)
     groups = load.alike()
     plan = replace(load, fills=[group[0] for group in groups])
     plans: list[TensorPlan] = []
@@ -192,6 +196,7 @@ def plan_ranks(
                 replicated,
                 paths,
                 load,
+                messages,
             )
         )
     plans += _tensor_plans(groups, zip(*kept, strict=True), model)

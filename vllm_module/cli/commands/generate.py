@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_module.cli.choices import CacheDType
+from vllm_module.cli.hosts import HostOptions
 from vllm_module.cli.options import (
     AdapterOption,
     CacheDTypeOption,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 def generate(
+    context: typer.Context,
     source: Source,
     *,
     prompts: Annotated[
@@ -54,6 +56,7 @@ def generate(
         ),
     ] = None,
     ranks: EngineRankOptions,
+    hosts: HostOptions,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -79,8 +82,8 @@ def generate(
     when it is complete. For --prompt-ids, which need no tokenizer, token ids are printed. Sampling
     options that are left out are those of the checkpoint's generation_config.json, which are
     printed; without it, decoding is greedy. With --tp, each rank is a process; under torchrun, its
-    processes are the ranks. The exit code is 1 if a prompt is refused; the other prompts are still
-    completed.
+    processes are the ranks. With --nnodes, start the command on each host. The exit
+    code is 1 if a prompt is refused; the other prompts are still completed.
 
     JSON keys: checkpoint; dtype; device; tensor_parallel_size; seconds (without loading);
     completions, one a prompt (prompt or null, prompt_ids, text or null, ids, stopped: whether a
@@ -91,6 +94,7 @@ def generate(
     completions = [Completion(check_text(text, "--prompt"), []) for text in prompts or ()]
     completions += [Completion(None, _parse_ids(ids)) for ids in prompt_ids or ()]
     given = given_params(sampling, max_new_tokens)
+    hosts.start(context.find_root().obj, ranks, devices.timeout, ranks.pp)
     with serving(
         source,
         ranks,

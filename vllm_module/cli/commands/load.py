@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_module.cli.hosts import HostOptions
 from vllm_module.cli.options import (
     AdapterOption,
     DeviceOptions,
@@ -55,9 +56,11 @@ if TYPE_CHECKING:
 
 
 def load(
+    context: typer.Context,
     source: Source,
     *,
     ranks: RankOptions,
+    hosts: HostOptions,
     rank: Annotated[
         int | None,
         typer.Option("--rank", min=0, metavar="R", help="Load only this rank; not with torchrun."),
@@ -89,10 +92,11 @@ def load(
 ) -> None:
     """Load a checkpoint; report time and memory.
 
-    With --tp, this process loads the ranks one after another. Under torchrun, each process loads
-    its own rank. --digests refuses weights that differ from the digests.json beside them, if there
-    is one, and copies of a part that differ between ranks, by tensor and rank. With --adapter, each
-    rank loads its part of the adapter, too, and it is refused as an engine would refuse it.
+    With --tp, this process loads the ranks one after another. Under torchrun, and with --nnodes,
+    each process loads its own rank. --digests refuses weights that differ from the digests.json
+    beside them, if there is one, and copies of a part that differ between ranks, by tensor and
+    rank. With --adapter, each rank loads its part of the adapter, too, and it is refused as an
+    engine would refuse it.
 
     JSON keys: checkpoint; model_impl (native or transformers); dtype; device;
     tensor_parallel_size; simulated; ranks (rank, load_format or null, bytes_read, seconds,
@@ -112,6 +116,7 @@ def load(
         raise typer.BadParameter(f"cannot load rank {rank}; {reason}", param_hint="--rank")
     if plot is not None:
         check_plot(plot)
+    hosts.start(context.find_root().obj, ranks, devices.timeout)
     with working("importing torch") if is_first_rank() else nullcontext():
         asked_device = torch_device(devices.device)
         # Imported here because usage errors and help need no torch.

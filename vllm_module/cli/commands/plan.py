@@ -63,6 +63,17 @@ def plan(
             help="Pipeline stages: parts of the layers, each on as many ranks as --tp says.",
         ),
     ] = 1,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes",
+            min=1,
+            max=4096,
+            metavar="N",
+            help="Hosts that the ranks are spread over in order, as many on each: also tells what "
+            "each host reads, keeps and sends.",
+        ),
+    ] = 1,
     precision: PrecisionOptions,
     model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
@@ -110,7 +121,8 @@ def plan(
     fills, if that has another name. Only headers are read. The exit code is 1 if a tensor is
     missing, unexpected, duplicated or misshapen, or if a rank needs more than --memory. With
     --adapter, the modules that it adapts are listed, too, and what it takes of each rank's memory.
-    With --pp, there is a plan of each stage, whose ranks are counted from 0.
+    With --pp, there is a plan of each stage, whose ranks are counted from 0. With --nodes, the
+    ranks of all stages are counted as an engine counts them, from the last stage to the first.
 
     JSON keys: checkpoint; model_impl (native or transformers); dtype; tensor_parallel_size;
     expert_parallel_size (1 without experts that are spread); checkpoint_bytes; context_len
@@ -122,7 +134,11 @@ def plan(
     missing, unexpected, duplicated and misshapen (lists of [name, detail]); with --adapter,
     adapter (path; modules: name, rank, scale, a and b: shapes, bytes; rank_bytes; slot_bytes: for
     each of max_loras on a GPU, at the adapter's largest rank). With --pp above 1:
-    pipeline_parallel_size; stages (all keys above, for each stage).
+    pipeline_parallel_size; stages (all keys above, for each stage). With --nodes above 1: hosts
+    (host; ranks; stages; bytes_read: each byte once a host; bytes_read_together: each byte once by
+    the ranks of a stage; device_bytes; needed_bytes: of one device; kv_cache_bytes;
+    kv_cache_tokens, or null; wire: bytes to other hosts for one token, estimated: layers, experts,
+    stages).
     """
     memory_bytes = None if memory is None else parse_size(memory)
     if expert_parallel_size is not None and expert_parallel_size % ranks.tp:
@@ -135,10 +151,18 @@ def plan(
             if given is not None:
                 raise typer.BadParameter("it shows one stage: leave --pp out", param_hint=option)
     ep = expert_parallel_size or (ranks.tp if ranks.enable_expert_parallel else 1)
+    if (world := max(ranks.tp, ep) * pp) % nodes:
+        of_stages = f" ({pp} stages of {world // pp})" if pp > 1 else ""
+        raise typer.BadParameter(
+            f"{plural(world, 'rank')}{of_stages} cannot be spread evenly over {nodes} hosts: take "
+            "a number of hosts that divides them",
+            param_hint="--nodes",
+        )
     config = model_config(source, precision, model, ep == ranks.tp > 1)
     with working("importing torch"):
         # Imported here because usage errors and help need no torch.
         from vllm_module.build.model_source import ModelSource
+        from vllm_module.cli.host_plan import plan_hosts, print_hosts
         from vllm_module.cli.model_plan import print_plan, print_stages
     # A download draws its own bars.
     model_source = ModelSource.find(config, model.load_format.value)
@@ -151,35 +175,41 @@ def plan(
             )
             for each in range(pp)
         ]
-    plan = stages[0]
+    plan, accepted = stages[0], all(each.report.ok for each in stages)
+    hosts = plan_hosts(stages, nodes) if nodes > 1 and accepted else []
     if html is not None:
         from vllm_module.cli.pictures.plan_page import plan_page
 
         with writing(html):
-            html.write_text(plan_page(plan), encoding="utf-8")
-    if layout is not None and all(each.report.ok for each in stages):
+            html.write_text(plan_page(plan, hosts), encoding="utf-8")
+    if layout is not None and accepted:
         from vllm_module.layout import layout_of_stages
         from vllm_module.layout.layout_file import layout_json
 
-        found = plan.layout if pp == 1 else layout_of_stages([each.layout for each in stages])
+        whole = plan.layout if pp == 1 else layout_of_stages([each.layout for each in stages])
         with writing(layout):
-            layout.write_bytes(layout_json(found))
+            layout.write_bytes(layout_json(whole))
     planned = None
     if adapter is not None and plan.report.ok:
         from vllm_module.cli.adapter_plan import plan_adapter, print_adapter
 
         planned = plan_adapter(model_source, adapter, ranks.tp, ep)
-    if pp > 1 and as_json:
-        found_stages = [each.as_json() for each in stages]
-        print_json({"pipeline_parallel_size": pp, "stages": found_stages})
-    elif as_json:
-        print_json(plan.as_json() | ({} if planned is None else {"adapter": planned.as_json()}))
+    if as_json:
+        found = [each.as_json() for each in stages]
+        shown = found[0] if pp == 1 else {"pipeline_parallel_size": pp, "stages": found}
+        if planned is not None:
+            shown["adapter"] = planned.as_json()
+        if nodes > 1:
+            shown["hosts"] = [each.as_json() for each in hosts]
+        print_json(shown)
     elif pp > 1:
         print_stages(console(), stages, every=every)
     else:
         print_plan(console(), plan, every=every)
         if planned is not None:
             print_adapter(console(), planned, every=every)
+    if hosts and not as_json:
+        print_hosts(console(), stages, hosts)
     for each in stages:
         each.raise_if_refused()
 

@@ -19,6 +19,7 @@ import typer
 
 from vllm_module.base.messages import printable
 from vllm_module.cli.choices import CacheDType
+from vllm_module.cli.hosts import START, HostOptions
 from vllm_module.cli.options import (
     CacheDTypeOption,
     DeviceOptions,
@@ -43,13 +44,6 @@ if TYPE_CHECKING:
 
 # In the environment of one of several engines: the Unix socket that its server listens on.
 BACKEND = "VLLM_MODULE_BACKEND"
-# Without the current folder among those that modules are imported from, as "-m" would have it.
-_START = """
-import sys
-sys.path[:] = [each for each in sys.path if each]
-from vllm_module.cli import main
-sys.exit(main())
-"""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -60,6 +54,7 @@ def serve(
     server: ServerOptions,
     adapters: ServedAdapterOptions,
     ranks: EngineRankOptions,
+    hosts: HostOptions,
     precision: PrecisionOptions,
     model: ModelOptions,
     kv_cache_dtype: CacheDTypeOption = CacheDType.auto,
@@ -74,7 +69,8 @@ def serve(
     /update_weights and /abort; for browsers a page at /. While the model is loading, /health
     answers 503. Sampling parameters that a request leaves out are those of generation_config.json,
     else the protocol's.
-    With --tp, each rank is a process; under torchrun, rank 0 answers.
+    With --tp, each rank is a process; under torchrun, rank 0 answers. With --nnodes, start
+    the command on each host: host 0 answers.
     """
     folders = adapters.folders(server.served_model_name or [source])
     if server.weights_port is not None and not server.admin_key:
@@ -86,9 +82,15 @@ def serve(
             server, uds=Path(path), ssl_certfile=None, ssl_keyfile=None, max_connections=most
         )
     elif server.data_parallel_size > 1:
+        if hosts.nnodes > 1:
+            raise typer.BadParameter(
+                "several engines are on one host: leave it out, or --data-parallel-size",
+                param_hint="--nnodes",
+            )
         of_engines = _devices(ranks, devices, server.data_parallel_size)
         _serve_by_several(source, server, context.find_root().obj, of_engines)
         return
+    hosts.start(context.find_root().obj, ranks, devices.timeout, ranks.pp)
     with ExitStack() as stack:
         if is_first_rank():
             listener, state = stack.enter_context(_listening(source, server))
@@ -188,7 +190,7 @@ def _serve_by_several(
     with ExitStack() as stack:
         app = partial(front_application, state)
         listener = stack.enter_context(_listening_with(app, options, files=2))
-        backends = Backends([sys.executable, "-c", _START, *arguments], BACKEND, environments)
+        backends = Backends([sys.executable, "-c", START, *arguments], BACKEND, environments)
         stack.callback(backends.close)
         stopped = Event()
         with _stopping(stopped.set), working(f"loading {options.data_parallel_size} engines"):

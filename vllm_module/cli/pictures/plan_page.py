@@ -15,6 +15,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from vllm_module.base.messages import printable_name
+from vllm_module.cli.host_plan import HostPlan, host_columns
 from vllm_module.cli.model_plan import ModelPlan
 from vllm_module.cli.output import shape, size
 from vllm_module.cli.pictures.layout_drawings import layout_drawings
@@ -27,8 +28,8 @@ _NUMBERS = re.compile("[0-9]+")
 MEMORY_LINES = (24, 80, 141)  # GB of common GPUs
 
 
-def plan_page(plan: ModelPlan) -> str:
-    """Return the page of a plan.
+def plan_page(plan: ModelPlan, hosts: Sequence[HostPlan] = ()) -> str:
+    """Return the page of a plan, with what each of ``hosts`` reads, keeps and sends.
 
     The KV cache is drawn for one sequence of ``plan.tokens``; the page can change both numbers.
     """
@@ -63,6 +64,8 @@ def plan_page(plan: ModelPlan) -> str:
         fits=[_fit(gigabytes, ranks, positions) for gigabytes in MEMORY_LINES],
         header=header,
         reads=reads,
+        hosts=hosts,
+        host_columns=host_columns([plan], hosts),
         problems="" if report.ok else str(report),
         skipped=report.skipped,
         size=size,
