@@ -270,8 +270,7 @@ class EngineConfig(_Closed):
         max_lora_rank: largest rank of a LoRA adapter; larger ones are refused. On a GPU, the cache
             leaves memory for ``max_loras`` adapters of all linear layers. By default any rank is
             taken, and memory beside the cache grows with the largest. The A and B of each loaded
-            adapter are on the GPU beside that, and are not counted: lower
-            ``gpu_memory_utilization`` for many.
+            adapter are in host memory.
         worker_extension_cls: a class, or its qualified name, whose methods every rank's worker gets
             for :meth:`~vllm_module.LLM.collective_rpc`.
 

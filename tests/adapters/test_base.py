@@ -59,6 +59,12 @@ NAMES: list[tuple[str, Any, bool]] = [
     ("Qwen/Qwen3-8B", "/c/models--Qwen--Qwen3-8B-Base/snapshots/77", True),
     ("Qwen/Qwen3-8B", "/c/models--Qwen--Qwen3-8B/snapshots/77", False),
     ("Qwen/Qwen3-8B", "gpt2", False),
+    ("Qwen/Qwen3-8B", "./base", False),
+    ("Qwen/Qwen3-8B", "../models", False),
+    ("meta-llama/Meta-Llama-3-8B", "unsloth/llama-3-8b-bnb-4bit", False),
+    ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct", False),
+    ("tiiuae/falcon-7b", "ybelkada/falcon-7b-sharded-bf16", False),
+    ("mistralai/Mistral-7B-v0.1", "mistralai/Mistral-7B-v0.3", True),
 ]
 
 

@@ -193,6 +193,12 @@ def test_copies_of_a_base_that_is_updated(folder: Path, expected: Any, tmp_path:
         assert answers(llm, "embedding") == [wanted]
         llm.reshard(2)
         assert answers(llm, "b", "embedding") == [expected("b", updated=True), wanted]
+        shutil.copytree(folder / "embedding", tmp_path / "trained")
+        settings = json.loads((tmp_path / "trained/adapter_config.json").read_text())
+        settings |= {"peft_version": "9.9", "base_model_name_or_path": "/elsewhere"}
+        (tmp_path / "trained/adapter_config.json").write_text(json.dumps(settings))
+        llm.update_adapter("embedding", tmp_path / "trained")
+        assert answers(llm, "embedding") == [wanted]
         shutil.copytree(folder / "embedding", tmp_path / "copy")
         with pytest.raises(WeightLoadError, match="is another one than the base model's"):
             llm.load_adapter("again", tmp_path / "copy")

@@ -65,6 +65,26 @@ def test_nothing_is_preempted_in_vain_while_a_step_is_in_flight() -> None:
     assert scheduler.running == [one, two, three, four]
 
 
+def test_what_a_step_that_is_not_run_was_to_swap_out_is_computed_again() -> None:
+    """As where the adapter of its only sequence cannot be read: the host has nothing."""
+    scheduler = Scheduler(PagePool(4, 4), PagePool(8, 4), 8, 99, prefix_caching=False)
+    first, second = (Request(str(at), [at] * 7, PARAMS, at, 100).sequences[0] for at in range(2))
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    scheduler.mark_computed(scheduler.schedule())
+    first.tokens += [7, 7]
+    second.tokens.append(7)
+    step = scheduler.schedule()
+    assert [sequence for sequence, _ in step.scheduled] == [first]
+    assert len(step.pages.swapped_out) == len(second.host_pages) == 2
+    scheduler.finish(first)
+    scheduler.undo(step)
+    assert (scheduler.host.free_pages, scheduler.pool.free_pages) == (8, 4)
+    step = scheduler.schedule()
+    assert step.scheduled == [(second, 8)]
+    assert not step.pages.swapped_in
+
+
 def served(scheduler: Scheduler, lengths: list[tuple[int, int]]) -> Counter[int]:
     """Serve prompts of some tokens until each has so many more; count the steps that each waits.
 

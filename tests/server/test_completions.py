@@ -91,6 +91,14 @@ def test_prompt_logprobs_are_those_of_transformers(server: Any, folder: Path) ->
             got = entry[str(token)]
             assert got["logprob"] == pytest.approx(expected[at, token].item(), abs=1e-4)
             assert got["rank"] == 1 + (expected[at] > expected[at, token]).sum().item()
+    for of_prompt, of_tokens in ((0, 3), (3, 0)):  # each has its own number
+        both = {"prompt_logprobs": of_prompt, "logprobs": of_tokens, "echo": True}
+        (choice, _) = server.ask("POST", "/v1/completions", {**body, **both})[1]["choices"]
+        for entry, tops in zip(
+            choice["prompt_logprobs"][1:], choice["logprobs"]["top_logprobs"][1:4], strict=True
+        ):
+            assert max(of_prompt, 1) <= len(entry) <= of_prompt + 1
+            assert max(of_tokens, 1) <= len(tops) <= of_tokens + 1
     status, answer = server.ask("POST", "/v1/completions", {**body, "stream": True})
     assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
 

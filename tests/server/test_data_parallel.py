@@ -416,6 +416,7 @@ def test_who_gives_no_answer_is_named_to_operators() -> None:
     status, body = answered("/pause", lives, silent)
     assert status == 500
     assert b"engine 7 gave no answer" in body
+    assert b"of the engines, 0 did this and 7 did not" in body
     silent.code = -9
     assert answered("/pause", lives, silent) == (200, b"{}")
 

@@ -200,8 +200,12 @@ class Adapter(AdapterModule):
     Attributes:
         base: the model; in a tuple, so that it is no child.
         config: the same.
+        base_has_changed: set it once the base's weights are others than those that PEFT's copies of
+            them were compared with; they are not compared again.
 
     """
+
+    base_has_changed = False
 
     def __init__(self, base: vLLMModule, config: AdapterConfig) -> None:
         super().__init__(base)
@@ -294,7 +298,8 @@ class Adapter(AdapterModule):
 
     def _finite(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return A and B alone; refuse NaN and infinity."""
-        found = without_copies(self.base[0], weights)
+        is_base = (lambda copy: True) if self.base_has_changed else Fill.is_held
+        found = without_copies(self.base[0], weights, is_base)
         for name, weight in found.items():
             if isinstance(weight, torch.Tensor):
                 refuse_infinite(name, weight)

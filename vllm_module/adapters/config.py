@@ -90,7 +90,7 @@ class AdapterConfig(Settings):
         """Raise ``UnsupportedModelError`` if ``other`` has settings that compute something else."""
         differ = [
             name
-            for name in AdapterConfig.model_fields
+            for name in {*AdapterConfig.model_fields} - _OF_ORIGIN
             if getattr(self, name) != getattr(other, name)
         ]
         if differ:
@@ -222,6 +222,8 @@ _EMPTY_IS_ON = frozenset(name for name in _NOT_COMPUTED if name.endswith("_confi
 }
 # How A and B began. Others than these change the base's weights, too, so that the sum stays.
 _HARMLESS_BEGINNINGS = frozenset(("gaussian", "eva", "orthogonal", "mica"))
+# What says where an adapter comes from, and not what it computes.
+_OF_ORIGIN = {"base_model_name_or_path", "base_digest", "peft_version"}
 _MERGE = "merge the adapter into its base model with PEFT's merge_and_unload()"
 
 

@@ -14,13 +14,14 @@ from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.weights.digests import digest_of_all, stored_digests
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # Ends of names that say how weights are stored, of which an adapter knows nothing.
 _STORED = re.compile(
-    r"(?:[-_.](?:unsloth|bnb|[2-8]-?bits?|fp\d+|mxfp[48]|nvfp4|bf16|u?int[48]|awq|gptq|gguf|mlx|"
-    r"w\d+a\d+\w*|dynamic|block|quantized|autoround|hf))+$",
+    r"(?:[-_.](?:unsloth|bnb|[2-8]-?bits?|fp\d+|mxfp[48]|nvfp4|nf4|bf16|u?int[48]|awq|gptq|gguf|mlx|"
+    r"w\d+a\d+\w*|\d+g|dynamic|block|quantized|sharded|autoround|hf))+$",
     re.IGNORECASE,
 )
+_OWNER = re.compile(r"^meta-(?=llama)", re.IGNORECASE)  # in the older names of Llama 3 and 3.1
 
 
 def check_base(config: AdapterConfig, folder: Path, served_config: object) -> None:
@@ -37,7 +38,7 @@ def check_base(config: AdapterConfig, folder: Path, served_config: object) -> No
         return
     served, wanted = hub_id(folder), config.base_model_name_or_path
     wanted = hub_id(Path(wanted)) or wanted if wanted else None
-    if served is None or wanted is None or not _HUB_ID.fullmatch(wanted):
+    if served is None or wanted is None or not _HUB_ID.fullmatch(wanted) or Path(wanted).exists():
         return
     trained = getattr(served_config, "_name_or_path", None)
     if _model(wanted) not in (_model(served), _model(str(trained or ""))):
@@ -58,7 +59,7 @@ def hub_id(folder: Path) -> str | None:
 
 def _model(name: str) -> str:
     """Return what two ids of one model share: no owner, and nothing of how weights are stored."""
-    return _STORED.sub("", name.rpartition("/")[2]).lower()
+    return _OWNER.sub("", _STORED.sub("", name.rpartition("/")[2])).lower()
 
 
 def _check_digest(wanted: str, folder: Path) -> None:

@@ -161,7 +161,7 @@ class AdapterMethods:
 
     def _check_awake(self) -> None:
         self.executor.check()
-        if "weights" in self.executor.sleeping:  # adapters sleep with them
+        if "weights" in self.executor.sleeping:  # and slots, which are filled at the end
             raise RuntimeError("the engine sleeps: wake_up() first")
 
     def _memory(self) -> AdapterMemory:

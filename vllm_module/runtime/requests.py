@@ -208,8 +208,8 @@ class Requests:
                 failed += self._end_for(error, requests)
         if failed:
             step.scheduled = [each for each in step.scheduled if each[0].request not in failed]
-            if not step.scheduled:  # it is not run, and states that it was to save are not there
-                self.scheduler.saved.forget_all()
+            if not step.scheduled:
+                self.scheduler.undo(step)
         return failed
 
     def _check_adapters(self, computed: list[Sequence]) -> list[Request]:
@@ -243,7 +243,8 @@ class Requests:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request and free its pages; do nothing if it has ended.
 
-        Never waits, so a finalizer can call it. During a step, the request ends after the step.
+        Never waits for others, so a finalizer can call it. During a step, the request ends after
+        the step. With pipeline stages, the end of the last one computes steps that others wait for.
         """
         self._aborts.append((request_id, reason))
         self._do_aborts()

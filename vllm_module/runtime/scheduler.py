@@ -240,9 +240,18 @@ class Scheduler(Allocator):
                 queue.remove(sequence)
         self.in_flight.discard(sequence)
         self._free_pages(sequence)
-        self.host.free(sequence.host_pages)
-        sequence.host_pages = []
-        self._free_host_state(sequence)
+        self._free_host(sequence)
+
+    def undo(self, step: Step) -> None:
+        """Compute again what a step that is not run was to copy."""
+        swapped = {target for _, target in step.pages.swapped_out}
+        for sequence in self.waiting:
+            if swapped.intersection(sequence.host_pages):
+                self._free_pages(sequence)
+                self._free_host(sequence)
+        if step.pages.copied or step.states.copied:
+            self.start_over()
+        self.saved.forget_all()
 
     def start_over(self) -> None:
         """Move every running sequence back to the waiting ones, to compute all of its tokens again.

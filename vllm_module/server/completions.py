@@ -32,15 +32,14 @@ async def completions(state: State, body: CompletionBody) -> Answer:
         raise ApiError(400, "max_tokens should be 1 or more, or 0 with echo", "max_tokens")
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "an answer with prompt_logprobs is not streamed", "prompt_logprobs")
-    of_prompt = body.prompt_logprobs
-    if of_prompt is None and body.echo:
-        of_prompt = body.logprobs
+    counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    asked = [each for each in counts if each is not None]
     params = sampling_params(
         llm,
         body,
         max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
-        prompt_logprobs=of_prompt,
+        prompt_logprobs=max(asked, default=None),
     )
     generation = Continuation(llm, state.histograms, new_id("cmpl"), prompts, params, body.stream)
     answer = _Answer(state, body, generation)
@@ -99,8 +98,12 @@ class _Answer:
             choice["prompt_token_ids"] = delta.output.prompt_token_ids
         if body.prompt_logprobs is not None:  # as vLLM writes them
             choice["prompt_logprobs"] = [
-                None if entry is None else {str(t): _entry(each) for t, each in entry.items()}
-                for entry in delta.output.prompt_logprobs or ()
+                None
+                if entry is None
+                else {str(t): _entry(each) for t, each in _most(entry, token, body.prompt_logprobs)}
+                for token, entry in zip(
+                    delta.output.prompt_token_ids, delta.output.prompt_logprobs or (), strict=False
+                )
             ]
         return choice
 
@@ -131,10 +134,17 @@ class _Answer:
                 yield text, None, None
                 continue
             top: dict[str, float] = {}
-            for other, logprob in ranked(entry):  # of two tokens of one text, the first counts
+            for other, logprob in _most(
+                entry, token, self._body.logprobs or 0
+            ):  # of two tokens of one text, the first counts
                 top.setdefault(token_text(other, logprob, as_id=as_id), bounded(logprob))
             own = entry[token]
             yield token_text(token, own, as_id=as_id), bounded(own), top
+
+
+def _most(entry: Mapping[int, Logprob], own: int, count: int) -> list[tuple[int, Logprob]]:
+    """Return the ``count`` most probable tokens of an entry and its own one, in this order."""
+    return [each for each in ranked(entry) if each[1].rank <= count or each[0] == own]
 
 
 def _entry(logprob: Logprob) -> dict[str, Any]:

@@ -241,9 +241,9 @@ class _Forward:
     ) -> None:
         """Load or unload an adapter in all engines, or in none of them.
 
-        If one refuses to load it, the others unload it. If requests use it, none unloads it; an
-        engine may still have one whose client has gone. One that has unloaded it before, when
-        another could not, is no reason to refuse.
+        If one refuses to load it, the others unload it; what ``load_inplace`` wrote is not undone.
+        If requests use it, none unloads it; an engine may still have one whose client has gone. One
+        that has unloaded it before, when another could not, is no reason to refuse.
         """
         given = _fields(body)
         name = str(given.get("lora_name"))
@@ -303,11 +303,22 @@ class _Forward:
         return [each for each in await asyncio.gather(*map(in_time, asked)) if each is not None]
 
     async def _answer(self, backends: Backends, answers: list[_Whole], send: Send) -> None:
+        """Answer as the first that refused, or the first; say so if others did what was asked."""
         if not answers:
             await self._refuse(backends, send)
             return
-        answer = max(answers, key=lambda each: each.status >= 400)
-        await send_body(send, answer.status, answer.headers, answer.data)
+        first = max(answers, key=lambda each: each.status >= 400)
+        did, refused = [], []
+        for each in answers:
+            (refused if each.status >= 400 else did).append(str(each.backend.number))
+        if not did or not refused:
+            await send_body(send, first.status, first.headers, first.data)
+            return
+        message = (
+            f"of the engines, {', '.join(did)} did this and {', '.join(refused)} did not, so they "
+            f"differ until it is sent again: {_message(first.data)}"
+        )
+        await send_json(send, first.status, self._kind.told(ApiError(first.status, message)))
 
     async def _refuse(self, backends: Backends, send: Send) -> None:
         error = _no_engine()
@@ -315,6 +326,13 @@ class _Forward:
             message = "the engine of this request has ended, or could not be reached: try again"
             error = ApiError(503, message)
         await send_json(send, error.status, self._kind.told(error))
+
+
+def _message(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return data.decode(errors="replace")
 
 
 def _no_engine() -> ApiError:

@@ -19,7 +19,8 @@ from vllm_module.base.waiting import interruptibly
 from vllm_module.errors import RankError
 
 _stores: Any = dist  # torch.distributed has the stores; its type hints lack them
-_POLL = 0.01  # seconds between two looks at who has come
+_POLL = 0.01  # seconds between two looks whether all have met
+_LOOK = 1.0  # seconds between two looks of others than rank 0 at who has come
 _MARK = "+"
 
 
@@ -136,16 +137,19 @@ def _check_in(
             f"another process has come to {where} as rank {rank}: give each a rank of its own. If "
             "it was this one, before it ended, start all again"
         )
-    absent = [*range(size)]
+    absent, look = [*range(size)], 0.0
     while True:
         try:  # not store.wait, which prints warnings when the time is over
-            words = [_word(store, each) for each in range(size)]
-            absent = [each for each, word in enumerate(words) if not word]
-            if rank == 0 and not absent and _all_stay(store, words):
-                store.set("met", "")
             if store.check(["met"]):
                 return
             is_over = time.monotonic() > end or left.is_set()
+            if rank == 0 or is_over or time.monotonic() > look:
+                look = time.monotonic() + _LOOK
+                words = [_word(store, each) for each in range(size)]
+                absent = [each for each, word in enumerate(words) if not word]
+                if rank == 0 and not absent and _all_stay(store, words):
+                    store.set("met", "")
+                    return
             if is_over and (rank == 0 or store.compare_set(place, own, "") == b""):
                 break
         except RuntimeError:  # of c10d

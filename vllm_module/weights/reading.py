@@ -22,6 +22,7 @@ from vllm_module.weights.staging import StagedReader, Staging, device_to_stage
 
 # bytes: smaller weights are queued together, because each queue operation costs tens of µs.
 _BATCH_BYTES = 2 << 20
+_FIRST_BATCHES = 4  # the one with which threads start
 # The same for a store, where the ranges of a batch are requested together.
 _REMOTE_BATCH_BYTES = 32 << 20
 _MAX_THREADS = 4
@@ -45,8 +46,8 @@ def read_all(jobs: Iterable[tuple[Weight, Destination]]) -> None:
 class Readers:
     """Threads that read weights, beside the calling one, while a ``with`` block lasts.
 
-    They start when more batches wait than the queue holds, so that a few megabytes are read without
-    the cost of a thread, and all have ended when the block ends.
+    They start with the fourth batch, so that a few megabytes of files are read without the cost of
+    a thread, or with the first of a store; and all have ended when the block ends.
 
     Attributes:
         stopped: True if reading failed; then nothing more can be read.
@@ -66,7 +67,7 @@ class Readers:
         self._queue: Queue[list[Job] | None] = Queue(2 * self._most_threads + 1)
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
-        self.stopped = self._queued = False
+        self.stopped, self._queued = False, 0
         # A new thread has torch's default modes, not those of the thread that starts it.
         self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -132,8 +133,8 @@ class Readers:
     def _queue_batch(self, batch: list[Job]) -> None:
         """Queue a batch for the threads or, if the queue is full, read it in this thread."""
         self._raise_error()
-        self._queued = True
-        if self._queue.full():
+        self._queued += 1
+        if self._queued >= _FIRST_BATCHES or _is_remote(batch[0][0]) or self._queue.full():
             self._start_threads()
         try:
             self._queue.put_nowait(batch)
@@ -190,7 +191,10 @@ class Readers:
                     self._queue.task_done()
 
 
+def _is_remote(weight: Handle) -> bool:
+    return isinstance(weight, FileHandle) and weight.file_bytes.remote
+
+
 def _batch_bytes(weight: Handle) -> int:
     """Return the size in bytes at which a batch of such weights is queued."""
-    remote = isinstance(weight, FileHandle) and weight.file_bytes.remote
-    return _REMOTE_BATCH_BYTES if remote else _BATCH_BYTES
+    return _REMOTE_BATCH_BYTES if _is_remote(weight) else _BATCH_BYTES

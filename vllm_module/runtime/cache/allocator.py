@@ -120,6 +120,12 @@ class Allocator:
             row = self._forked.get(sequence.row, sequence.row)
             step.states.swapped_out.append((row, sequence.host_state))
 
+    def _free_host(self, sequence: Sequence) -> None:
+        """Free what a sequence that is swapped out has in host memory."""
+        self.host.free(sequence.host_pages)
+        sequence.host_pages = []
+        self._free_host_state(sequence)
+
     def _free_host_state(self, sequence: Sequence) -> None:
         if sequence.host_state >= 0:
             heappush(self._free_host_states, sequence.host_state)

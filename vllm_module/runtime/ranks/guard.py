@@ -21,14 +21,17 @@ while True:
         *lines, rest = (rest + read).split(b"\\n")
         for line in lines:
             try:
-                held.append(os.pidfd_open(int(line)))
-            except OSError:
+                held.append((os.pidfd_open(int(line)), True))
+            except ProcessLookupError:
                 pass
+            except OSError:  # not in this sandbox
+                held.append((int(line), False))
     elif os.getppid() != parent:
         break
-for descriptor in held:
+for number, is_descriptor in held:
     try:
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        kill = signal.pidfd_send_signal if is_descriptor else os.kill
+        kill(number, signal.SIGKILL)
     except OSError:
         pass
 """

@@ -68,6 +68,8 @@ class WorkerWeights:
     ) -> None:
         """Update weights in place. If ``whole``, they must be a whole checkpoint."""
         self._took_update = False
+        for adapter in self._adapters.values():
+            adapter.base_has_changed = True
         if whole:
             self.model.load_weights(weights)
             self._dropped = False
@@ -103,11 +105,13 @@ class WorkerWeights:
             )
         versions = file_versions(path)
         with open_adapter(path) as (config, weights):
-            check_base(config, self.source.source.folder, self.source.config)
+            if not again:
+                check_base(config, self.source.source.folder, self.source.config)
             if self._adapter_plans is None:
                 self._adapter_plans = AdapterPlans(self.model)
             is_base = (lambda copy: True) if again else Fill.is_held
             adapter = self._adapter_plans.load(config, weights, is_base)
+            adapter.base_has_changed = again
         compared = fingerprint(path) if self._all_ranks > 1 else ""
         if file_versions(path) != versions:
             raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
@@ -141,6 +145,7 @@ class WorkerWeights:
         """
         adapter = self._adapters[number]
         if config is not None:
+            check_base(config, self.source.source.folder, self.source.config)
             adapter.config.check_same(config)
         self._taken = base_names(gathered(weights), adapter.config)
         adapter.check_update(self._taken)
