@@ -308,7 +308,7 @@ class _Forward:
             await self._refuse(backends, send)
             return
         first = max(answers, key=lambda each: each.status >= 400)
-        did, refused = [], []
+        did, refused = list[str](), list[str]()
         for each in answers:
             (refused if each.status >= 400 else did).append(str(each.backend.number))
         if not did or not refused:
