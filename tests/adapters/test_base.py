@@ -19,6 +19,7 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.cli import main
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.merged import merge
+from vllm_module.weights.digests import DIGESTS, digest_of_all, digests_file
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -136,3 +137,16 @@ def test_a_digest_of_the_base(
     assert main(["digest", str(folder), "--out", out]) == 1
     with pytest.raises(UnsupportedModelError, match="the adapter was made for a model with"):
         check_base(adapter_config(PLAIN | right, "file"), source)
+
+
+def test_only_the_digests_of_one_whole_checkpoint_tell(tmp_path: Path) -> None:
+    """Ranks of a sharded state have parts of tensors: whichever has the digest tells nothing."""
+    one, other = {"a.weight": "1" * 32}, {"b.weight": "2" * 32}
+    for parts in ([one], [one, other], [other, one], [one, one], [one, {}], [{}, one]):
+        (tmp_path / DIGESTS).write_text(json.dumps(digests_file(parts)))
+        settings = PLAIN | {"base_digest": digest_of_all(one.items())}
+        if parts == [one]:
+            check_base_of(adapter_config(settings, "file"), tmp_path, None)
+            continue
+        with pytest.raises(UnsupportedModelError, match=r"no digests\.json of a whole checkpoint"):
+            check_base_of(adapter_config(settings, "file"), tmp_path, None)

@@ -244,8 +244,13 @@ def test_an_update_that_the_dtype_does_not_have(folder: Path, theirs: Any) -> No
 
 @pytest.mark.parametrize(
     ("settings", "rank"),
-    [({}, 0), ({"async_scheduling": True}, 0), ({"tensor_parallel_size": 2}, 1)],
-    ids=["alone", "asynchronous", "two ranks"],
+    [
+        ({}, 0),
+        ({"async_scheduling": True}, 0),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"tensor_parallel_size": 2, "async_scheduling": True}, 1),
+    ],
+    ids=["alone", "asynchronous", "two ranks", "two ranks, asynchronous"],
 )
 def test_an_update_that_fails_midway(
     folder: Path, theirs: Any, following: Next, break_method: Any, settings: Any, rank: int

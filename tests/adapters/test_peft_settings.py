@@ -178,3 +178,32 @@ def test_a_converted_adapter_is_one_of_the_unchanged_base(
     base = SUPPORT["load_base"](tmp_path / "base")
     adapter = SUPPORT["load_adapter"](base, tmp_path / "adapter")
     torch.testing.assert_close(SUPPORT["adapted_logits"](base, adapter, ids), logits, **CLOSE)
+
+
+# What PEFT writes by default, and another value of each entry.
+OTHERS: dict[str, Any] = {
+    "r": 5,
+    "lora_alpha": 9.0,
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 3.0},
+    "use_rslora": True,
+    "target_modules": ["k_proj"],
+    "exclude_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.down_proj"],
+    "layers_to_transform": [1],
+    "layers_pattern": "layers",
+    "fan_in_fan_out": True,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_update_in_place_has_the_same_settings(name: str) -> None:
+    """Each setting by itself, absent from either of the two files or in both."""
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    one, other = adapter_config(plain, "one"), adapter_config(plain | {name: OTHERS[name]}, "other")
+    for first, second in ((one, other), (other, one)):
+        with pytest.raises(UnsupportedModelError, match=f"has .?{name} "):
+            first.check_same(second)
+        first.check_same(first.model_copy())
+    written = {each: getattr(one, each) for each in type(one).model_fields}
+    one.check_same(adapter_config(written, "with every entry"))

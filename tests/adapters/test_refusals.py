@@ -152,6 +152,16 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         r"head\.weight",
     ),
     "nothing": ("qwen3", without(""), "lora_"),
+    **{
+        f"a copy of the base's {what}": (
+            "llama",
+            lambda tensors, what=what: tensors.update(
+                {f"{PREFIX}1.self_attn.q_proj.base_layer.{what}": torch.ones(32)}
+            ),
+            rf"q_proj\.base_layer\.{what}|q_proj\.base_layer|q_proj\.{what}",
+        )
+        for what in ("bias", "weight_scale", "qweight")
+    },
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_module.adapters import attach, slot_bytes
+from vllm_module.adapters import attach, detach, slot_bytes
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.linear import LinearBase
@@ -425,3 +425,58 @@ def test_experts_add_for_the_rows_of_each_step() -> None:
             expert = int(row >= 2)
             want = (token == own) * 2.0 * b[expert] @ a[expert] @ x[token]
             torch.testing.assert_close(found[row], want)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_adapter_that_fails_at_any_layer_is_attached_to_none(
+    tuned: Any, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """Whichever layer has no memory for it, all of them are left with the adapters before it."""
+    one = tuned("llama")
+    base = support["load_base"](one.base)
+    adapter, other = (support["load_adapter"](base, one.adapter) for _ in range(2))
+    rows = AdapterRows(AdapterSlots(2, torch.device("cpu")) if on_device else None)
+    layers = [layer.base[0] for layer in adapter.layers()]
+    attach_one = LayerAdapters.attach
+    for before in ([], [1]):
+        for number in before:
+            attach(other, number, rows)
+        for fails in range(len(layers)):
+            left = iter(range(fails))
+
+            def attach_some(
+                self: LayerAdapters, number: int, weights: LowRank, left: Any = left
+            ) -> None:
+                if next(left, None) is None:
+                    raise torch.OutOfMemoryError("no memory")
+                attach_one(self, number, weights)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(LayerAdapters, "attach", attach_some)
+                with pytest.raises(torch.OutOfMemoryError):
+                    attach(adapter, 0, rows)
+            held = [list(each.adapters.weights) if each.adapters else [] for each in layers]
+            assert held == [before] * len(layers)
+    attach(adapter, 0, rows)
+    assert all(sorted(each.adapters.weights) == [0, 1] for each in layers)
+
+
+def test_graphs_keep_their_memory_when_the_last_adapter_leaves(tuned: Any) -> None:
+    """A layer without slots loses all that it had; else the next adapter is in the same memory."""
+    one = tuned("llama")
+    base = support["load_base"](one.base)
+    for slots in (AdapterSlots(2, torch.device("cpu")), None):
+        adapter, rows = support["load_adapter"](base, one.adapter), AdapterRows(slots)
+        layers = [layer.base[0] for layer in adapter.layers()]
+        attach(adapter, 0, rows)
+        memory, layout = [each.adapters.memory for each in layers], slots and slots.layout
+        detach(adapter, 0)
+        if slots is None:
+            assert [each.adapters for each in layers] == [None] * len(layers)
+            continue
+        attach(adapter, 1, rows)
+        assert [each.adapters.memory for each in layers] == memory
+        assert slots.layout == layout
+        detach(adapter, 1)
+        for each in layers:
+            each.adapters = None

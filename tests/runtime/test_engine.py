@@ -766,6 +766,21 @@ def test_samples_have_the_place_of_their_request() -> None:
     setup.run()
 
 
+@pytest.mark.parametrize("length", range(1, 10))
+def test_pages_of_every_sample_are_found_with_the_salt_of_the_prompt(length: int) -> None:
+    """And with no other, whether the prompt, or only a sample's output, fills the first page."""
+    setup = Setup(num_pages=40)
+    params = SamplingParams(temperature=1, seed=0, max_tokens=9, n=3)
+    request = setup.engine.add("x", [1] * length, params, cache_salt="mine")
+    setup.run()
+    assert len({tuple(each.tokens) for each in request.sequences}) == 3
+    for each in request.sequences:
+        full = (len(each.tokens) - 1) // setup.size  # the last token was not computed
+        for salt in ("mine", None, "other"):
+            found = setup.pool.find_cached(each.tokens, full, salt)
+            assert len(found) == (full if salt == "mine" else 0)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_pages_in_use_during_an_update_are_not_reused(swapped: bool) -> None:
     """Neither full pages nor pages that were half computed, swapped out or not."""

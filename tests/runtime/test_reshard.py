@@ -275,6 +275,34 @@ def test_a_cache_that_is_too_small(models: dict[str, tuple[Path, Any]]) -> None:
         assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
+def test_the_limit_of_a_prompt_is_that_of_an_engine_with_such_a_cache(
+    models: dict[str, tuple[Path, Any]],
+) -> None:
+    """A longer one would never be computed; it is refused by the limit of now, not of before."""
+    llama, page = models["llama"][0], 2 * 2 * 2 * 4 * 8 * 4
+
+    def refusals(llm: LLM) -> list[str | None]:
+        found: list[str | None] = []
+        for length in range(1, 40):
+            try:
+                llm.engine.add("x", [1] * length, SamplingParams(max_tokens=1))
+            except ValueError as error:
+                found.append(str(error))
+            else:
+                llm.engine.abort("x")
+                found.append(None)
+        return found
+
+    with engine(llama, tensor_parallel_size=2, kv_cache_memory_bytes=5 * page) as llm:
+        large = refusals(llm)
+        llm.reshard(1)
+        small = refusals(llm)
+        llm.reshard(2)
+        assert refusals(llm) == large
+    with engine(llama, kv_cache_memory_bytes=5 * page) as fresh:
+        assert small == refusals(fresh) != large
+
+
 def test_engines_that_cannot_change(
     models: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

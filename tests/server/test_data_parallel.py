@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import os
+import random
 import re
 import runpy
 import signal
@@ -269,7 +270,10 @@ def test_what_is_refused(
 def engines(*running: int) -> Any:
     """Return the choice among engines that have so many requests."""
     chosen: Any = object.__new__(Backends)
-    chosen.all = [SimpleNamespace(running=count, code=None, dropped=False) for count in running]
+    chosen.all = [
+        SimpleNamespace(number=number, running=count, code=None, dropped=False)
+        for number, count in enumerate(running)
+    ]
     chosen._of_prefix, chosen._turn = OrderedDict(), 0
     return chosen
 
@@ -297,6 +301,30 @@ def test_the_choice() -> None:
         each.code = -9
     with pytest.raises(ApiError, match="all engines of this server have ended"):
         front.loaded()
+
+
+def test_the_engine_that_had_the_longest_prefix_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that begin alike and differ later, beside a list of all that each engine was given.
+
+    What was asked for longest ago is forgotten, the shortest prefix of a prompt before the others.
+    """
+    monkeypatch.setattr("vllm_module.server.backends._MOST_PREFIXES", 15)
+    draw, several = random.Random(0), engines(0, 0, 0)
+    given: list[tuple[int, Any]] = []  # prefixes with their engines, the latest one last
+    known_to_two = 0
+    for _ in range(2000):
+        path = [draw.randrange(3) for _ in range(3)]
+        prefixes = [hash(tuple(path[:length])) for length in range(1, draw.randint(1, 4))]
+        tried = draw.sample(several.all, draw.choice([0, 0, 0, 1, 2]))
+        held = dict(given)
+        holders = [held[each] for each in prefixes if each in held and held[each] not in tried]
+        found = several.choose(prefixes, tried)
+        assert found not in tried
+        assert found is (holders or [found])[-1]
+        known_to_two += len({*map(id, holders)}) > 1
+        given = [each for each in given if each[0] not in prefixes]
+        given = [*given, *((each, found) for each in prefixes)][-15:]
+    assert known_to_two > 100
 
 
 class Stub:
@@ -384,6 +412,9 @@ def test_a_request_goes_where_there_is_room() -> None:
     for _ in range(3):
         assert answered("/v1/completions", *full, room) == (200, b"{}")
     assert answered("/v1/completions", *full) == (503, b"full")
+    for place in range(4):  # the first engine that is asked, or any after it
+        stubs = [*full[:place], room, *full[place:]]
+        assert answered("/v1/completions", *stubs) == (200, b"{}")
     assert not any(each.dropped for each in full)
 
 
