@@ -133,7 +133,7 @@ class Setup:
             batches=self.batches,
         )
         self.pages = Pages(self.size, self.window)
-        overlapped = self.async_scheduling
+        overlapped = self.async_scheduling and self.batches == 1  # never both
         self.engine = Engine(
             self.pages, self.scheduler, VOCAB, max_model_len=1000, async_scheduling=overlapped
         )
@@ -178,6 +178,7 @@ setups = st.builds(
     prefix_caching=st.booleans(),
     window=st.sampled_from([None, None, 1, 6]),
     async_scheduling=st.booleans(),
+    batches=st.sampled_from([1, 1, 2, 3]),
 )
 
 
