@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_module.base.waiting import at_most
 from vllm_module.distributed import pipe
 from vllm_module.distributed.pipe import StagePipe
 from vllm_module.errors import RankError
+from vllm_module.kernels.matmul.linear import Products
 from vllm_module.runtime.ranks import in_flight
 from vllm_module.runtime.ranks.in_flight import PipelineSteps, StepsInFlight, heard_ahead
 
@@ -121,6 +123,34 @@ def test_steps_are_computed_in_the_order_of_telling_and_no_further() -> None:
     assert computed == [*range(5)]
     assert [each().item() for each in told] == [*range(5)]
     assert computed == [*range(5)]
+
+
+@pytest.mark.parametrize("before", range(4))
+def test_no_step_is_computed_once_the_engine_has_ended(before: int) -> None:
+    """Its pipes are closed; the logits of what was computed before the end are still there."""
+    engine: Any = PipelineSteps()
+    engine._closed = engine.refusal = None
+    engine._step_timeout, engine.products = 1.0, Products()
+    engine._or_end, engine._tell = lambda *_: nullcontext(), lambda *_: None
+    engine.worker, computed = SimpleNamespace(expect=lambda rows: None), list[Any]()
+
+    def do(name: str, inputs: Any) -> torch.Tensor:
+        computed.append(inputs)
+        return torch.tensor(len(computed))
+
+    engine._do = do
+    told = [engine.launch(SimpleNamespace(input_ids=[at])) for at in range(3)]
+    if before:
+        told[before - 1]()
+    engine._closed = "rank 1 ended"
+    engine.settle()
+    for at, step in enumerate(told):
+        if at < before:
+            assert step().item() == at + 1
+            continue
+        with pytest.raises(RuntimeError, match="the engine has ended: rank 1 ended"):
+            step()
+    assert len(computed) == before
 
 
 def test_only_steps_are_heard_of_while_a_message_is_carried_out() -> None:

@@ -118,6 +118,7 @@ class Setup:
     prefix_caching: bool = True
     window: int | None = None
     async_scheduling: bool = False
+    batches: int = 1
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, self.size)
@@ -129,9 +130,10 @@ class Setup:
             self.max_num_batched_tokens,
             self.prefix_caching,
             self.window,
+            batches=self.batches,
         )
         self.pages = Pages(self.size, self.window)
-        overlapped = self.async_scheduling
+        overlapped = self.async_scheduling and self.batches == 1  # never both
         self.engine = Engine(
             self.pages, self.scheduler, VOCAB, max_model_len=1000, async_scheduling=overlapped
         )
@@ -176,6 +178,7 @@ setups = st.builds(
     prefix_caching=st.booleans(),
     window=st.sampled_from([None, None, 1, 6]),
     async_scheduling=st.booleans(),
+    batches=st.sampled_from([1, 1, 2, 3]),
 )
 
 
@@ -779,6 +782,31 @@ def test_pages_of_every_sample_are_found_with_the_salt_of_the_prompt(length: int
         for salt in ("mine", None, "other"):
             found = setup.pool.find_cached(each.tokens, full, salt)
             assert len(found) == (full if salt == "mine" else 0)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+@pytest.mark.parametrize("dropping", ["drop", "resume"])
+def test_what_is_in_flight_when_steps_are_dropped_is_computed_again(
+    batches: int, dropping: str
+) -> None:
+    """After any number of steps, so that prompts, outputs and ends are under way."""
+    flew = 0
+    for steps in range(12):
+        setup = Setup(num_pages=40, batches=batches)
+        prompts = [[at] * (3 + at) for at in range(5)]
+        requests = [
+            setup.engine.add(str(at), prompt, greedy(4 + at % 2))
+            for at, prompt in enumerate(prompts)
+        ]
+        for _ in range(steps):
+            setup.engine.step()
+        flew += bool(setup.scheduler.in_flight)
+        getattr(setup.engine, dropping)()
+        setup.run(100)
+        for prompt, request in zip(prompts, requests, strict=True):
+            (sequence,) = request.sequences
+            assert sequence.output == expected(prompt, request.params.max_tokens or 0)
+    assert (flew > 5) == (batches > 1)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import socket
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
+
+from vllm_module.server.connection import Limits
+from vllm_module.server.endpoint import Endpoint, Keys
+from vllm_module.server.errors import ApiError
+from vllm_module.server.protocol import CompletionBody
 
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
@@ -49,6 +55,36 @@ def test_a_broken_body_is_a_400(server: Any, what: str) -> None:
     assert answer["error"]["message"]
     assert len(json.dumps(answer)) < 2000
     assert server.ask("POST", "/v1/completions", GOOD)[0] == 200
+
+
+def numbers_of_every_length() -> list[str]:
+    """Return numbers on both sides of the largest float, by digits, by an exponent and by both."""
+    counts = [1, 2, 98, 99, 100, *range(190, 320), 350, 399, 400, 401, 999]
+    found = []
+    for digits in counts:
+        found += [f"{'1' * digits}.5", f"-{'9' * digits}.0", f"{'1' * digits}e0"]
+        found += [f"1e{digits}", f"1E+{digits}", f"-1.5e{digits:05}"]
+        found += [f"{'1' * digits}e{308 - digits}", f"{'1' * digits}e{309 - digits}"]
+        found += [f"{'1' * digits}.0e+{exponent}" for exponent in (5, 9, 10, 99, 108, 109, 110)]
+    return found
+
+
+def test_a_number_is_too_large_where_python_has_it_infinite() -> None:
+    async def handler(body: Any) -> str:
+        return ""
+
+    endpoint = Endpoint(handler, CompletionBody, "open", Keys([], []), Limits())
+    scope = {"headers": [(b"content-type", b"application/json")]}
+    told = {True: 0, False: 0}
+    for number in numbers_of_every_length():
+        infinite, refused = math.isinf(float(number)), ""
+        try:
+            endpoint._checked(scope, b'{"prompt": "a", "temperature": %b}' % number.encode())
+        except ApiError as error:  # one that is no temperature is refused, too
+            refused = error.message
+        assert ("too large for a float" in refused) == infinite, number
+        told[infinite] += 1
+    assert min(told.values()) > 500
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import runpy
 import threading
+import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from vllm_module.base.waiting import WaitLimitError, at_most, until
 from vllm_module.errors import RankError
 from vllm_module.weights import init_weight_transfer, receive_weights, send_weights
+from vllm_module.weights.meeting import _all_stay
 
 free_port = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["free_port"]
 
@@ -145,13 +148,32 @@ def test_who_waits_learns_that_rank_0_gave_up() -> None:
 
 def come(port: int, rank: int, size: int, **options: Any) -> Any:
     """Take part as soon as the one who had this place before is gone."""
-    while True:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
         try:
             return init_weight_transfer("127.0.0.1", port, rank, size, **options)
         except ValueError as error:
             assert "another process has come" in str(error)  # noqa: PT017
         except OSError as error:
             assert "cannot listen" in str(error)  # noqa: PT017
+    raise AssertionError(f"rank {rank} of before is still there")
+
+
+@pytest.mark.parametrize("now", [*product(["own", "", "another"], repeat=3)])
+def test_all_are_marked_or_none(now: tuple[str, ...]) -> None:
+    """Between two looks at them, any may have left or have been replaced; then all may leave."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    words = [f"own {rank}" for rank in range(3)]
+    there = [each and f"{each} {rank}" for rank, each in enumerate(now)]
+    for rank, word in enumerate(there):
+        store.set(f"place/{rank}", word)
+    stay = there == words
+    assert _all_stay(store, words) == stay
+    found = [store.get(f"place/{rank}").decode() for rank in range(3)]
+    assert (found == there) == (not stay)
+    for rank, word in enumerate(there):
+        left = store.compare_set(f"place/{rank}", word, "") == b""
+        assert left == (not stay)
 
 
 def test_who_is_interrupted_is_there_no_more() -> None:
@@ -162,9 +184,12 @@ def test_who_is_interrupted_is_there_no_more() -> None:
         until_listens(port)
         with at_most(0.2), pytest.raises(WaitLimitError):
             init_weight_transfer("127.0.0.1", port, 1, 3)
-        store = store_at(port)
-        until(lambda: not store.get("place/1"))
-        left.set()
+        try:
+            store = store_at(port)
+            with at_most(60):
+                until(lambda: not store.get("place/1"))
+        finally:
+            left.set()
         return come(port, 1, 3)
 
     def last() -> Any:
