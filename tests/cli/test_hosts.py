@@ -127,8 +127,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return 0
 
     monkeypatch.setattr(on_hosts, "_launch", launch)
-    monkeypatch.setattr(on_hosts, "TELL", 0.5)
-    monkeypatch.setattr(host_watch, "TELL", 0.5)
+    monkeypatch.setattr(on_hosts, "_TELL", 0.5)
     return found
 
 
@@ -244,9 +243,11 @@ def test_a_host_whose_command_fails(
     host_watch.HostWatch(store, 1, {0: "zero", 2: "two"}).end(0)
     other = host_watch.HostWatch(store, 2, {0: "zero", 1: "one"})
     assert not ended.wait(0.5)
-    assert mine.found is None
+    assert mine.found == ""
     other.end(7)
     assert ended.wait(10)
-    assert mine.found == 2
+    assert "host 2 (two) has ended with code 7" in mine.found
     assert "error: host 2 (two) has ended with code 7" in capsys.readouterr().err
-    mine.end(0)
+    begin = time.monotonic()
+    mine.end(0)  # of host 0, which waits for none, as both have left
+    assert time.monotonic() - begin < host_watch.LINGER / 2

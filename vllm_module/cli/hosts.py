@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_module.base.messages import describe_error, printable
-from vllm_module.cli.host_watch import TELL, HostWatch
+from vllm_module.cli.host_watch import LINGER, HostWatch
 from vllm_module.cli.options import Options, RankOptions
 from vllm_module.cli.output import CommandError, announce, plural
 from vllm_module.cli.ranks import under_torchrun
@@ -31,7 +31,7 @@ from vllm_module.cli.ranks import under_torchrun
 _log = logging.getLogger("torch.distributed.elastic")
 _LAUNCHER = "VLLM_MODULE_LAUNCHER"  # in the environment of ranks: the process that started them
 _POLL = 0.1  # seconds
-_LINGER = 10.0  # seconds that a host waits at the end: for the others, which host 0's store serves
+_TELL = 2.0  # seconds in which the others read what is wrong
 _PROBLEM = "problem"
 # Without the current folder among those that modules are imported from, as "-m" would have it.
 START = """
@@ -105,7 +105,7 @@ class HostOptions(Options):
             code = _launch(self, arguments, world // self.nnodes, timeout)
         finally:
             watch.end(code)
-        raise typer.Exit(code if watch.found is None else 1)
+        raise typer.Exit(1 if watch.found else code)
 
     @property
     def address(self) -> str:
@@ -184,7 +184,7 @@ def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float)
         return {each: _named(store.get(f"host {each}").decode()) for each in others}
     except CommandError:
         if number == 0:
-            time.sleep(TELL)  # the store ends with this process
+            time.sleep(_TELL)  # the store ends with this process
         raise
     except RuntimeError as error:  # of the store
         raise CommandError(
@@ -255,13 +255,13 @@ def _launch(hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: f
     agent = LocalElasticAgent(
         spec,
         DefaultLogsSpecs(os.devnull),  # by default it leaves folders behind
-        exit_barrier_timeout=_LINGER,
+        exit_barrier_timeout=LINGER,
     )
+    # The watch knows which hosts will not come any more.
+    agent._exit_barrier = lambda: None  # type: ignore[method-assign]
     try:
         failures = agent.run().failures
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
+    except SignalException as error:  # which the ranks have got, too
         return 128 + int(error.sigval)
     for rank, failure in failures.items():
         if failure.exitcode < 0:
