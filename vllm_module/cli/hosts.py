@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import secrets
 import signal
 import sys
 import threading
@@ -22,14 +23,15 @@ from typing import Annotated, Any
 import typer
 
 from vllm_module.base.messages import describe_error, printable
+from vllm_module.cli.host_watch import LINGER, HostWatch
 from vllm_module.cli.options import Options, RankOptions
 from vllm_module.cli.output import CommandError, announce, plural
 from vllm_module.cli.ranks import under_torchrun
 
 _log = logging.getLogger("torch.distributed.elastic")
-_RUN = "vllm-module"  # the launcher's name for what it starts, in the ranks' environment
+_LAUNCHER = "VLLM_MODULE_LAUNCHER"  # in the environment of ranks: the process that started them
 _POLL = 0.1  # seconds
-_LINGER = 2.0  # seconds in which the others read what host 0 has found
+_TELL = 2.0  # seconds in which the others read what is wrong
 _PROBLEM = "problem"
 # Without the current folder among those that modules are imported from, as "-m" would have it.
 START = """
@@ -72,7 +74,7 @@ class HostOptions(Options):
         do not fit, and ``CommandError`` if the hosts do not meet within ``timeout`` seconds, or
         were not started alike.
         """
-        if os.environ.get("TORCHELASTIC_RUN_ID") == _RUN:
+        if _LAUNCHER in os.environ:
             _end_with_launcher()
             return
         if self.node_rank >= self.nnodes:
@@ -97,8 +99,13 @@ class HostOptions(Options):
             )
         facts = {"--nnodes": self.nnodes, "ranks": world, "command": arguments[0]}
         store = self._store(timeout)
-        _meet(store, self, facts | _versions(), timeout)
-        raise typer.Exit(_launch(self, arguments, world // self.nnodes, timeout))
+        others = _meet(store, self, facts | _versions(), timeout)
+        watch, code = HostWatch(store, self.node_rank, others), 1
+        try:
+            code = _launch(self, arguments, world // self.nnodes, timeout)
+        finally:
+            watch.end(code)
+        raise typer.Exit(1 if watch.found else code)
 
     @property
     def address(self) -> str:
@@ -151,9 +158,13 @@ def _versions() -> dict[str, str]:
     return {"vllm-module": __version__, "torch": torch.__version__.partition("+")[0]}
 
 
-def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float) -> None:
-    """Return when all hosts are in the store and alike; else raise on each that has come."""
-    me = json.dumps([f"{platform.node()}, process {os.getpid()}", facts])
+def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float) -> dict[int, str]:
+    """Return the names of the other hosts when all are in the store, and alike.
+
+    Raises ``CommandError`` on each host that has come.
+    """
+    # Containers may share names, and numbers of processes.
+    me = json.dumps([f"{platform.node()}, process {os.getpid()}", facts, secrets.token_hex(8)])
     number, end = hosts.node_rank, time.monotonic() + timeout
     try:
         if (other := store.compare_set(f"host {number}", "", me).decode()) != me:
@@ -169,9 +180,11 @@ def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float)
                 )
         store.set(f"alike {number}", "")
         _wait_for(store, hosts, [f"alike {each}" for each in range(hosts.nnodes)], end)
+        others = [each for each in range(hosts.nnodes) if each != number]
+        return {each: _named(store.get(f"host {each}").decode()) for each in others}
     except CommandError:
         if number == 0:
-            time.sleep(_LINGER)  # the store ends with this process
+            time.sleep(_TELL)  # the store ends with this process
         raise
     except RuntimeError as error:  # of the store
         raise CommandError(
@@ -208,47 +221,61 @@ def _named(text: str) -> str:
 
 def _launch(hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: float) -> int:
     """Start this host's ranks by torch's launcher, and return the exit code of the command."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     _log.propagate = False  # each end of a rank would be told by its stack
     _log.addHandler(logging.NullHandler())
     # The ranks of a host share its cores, as those do that an engine starts.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    config = LaunchConfig(
-        min_nodes=hosts.nnodes,
-        max_nodes=hosts.nnodes,
-        nproc_per_node=ranks,
-        logs_specs=DefaultLogsSpecs(os.devnull),  # by default it leaves folders behind
-        run_id=_RUN,
-        rdzv_backend="static",
-        rdzv_endpoint=f"{hosts.master_addr}:{hosts.master_port}",
-        rdzv_configs={"rank": hosts.node_rank, "timeout": max(1, int(timeout))},
-        max_restarts=0,
+    os.environ[_LAUNCHER] = str(os.getpid())
+    meeting = RendezvousParameters(
+        "static",
+        f"{hosts.master_addr}:{hosts.master_port}",
+        "vllm-module",
+        hosts.nnodes,
+        hosts.nnodes,
+        rank=hosts.node_rank,
+        timeout=max(1, int(timeout)),
     )
+    spec = WorkerSpec(
+        "rank",
+        ranks,
+        get_rendezvous_handler(meeting),
+        entrypoint=sys.executable,
+        args=("-c", START, *arguments),
+        max_restarts=0,
+        monitor_interval=_POLL,
+        master_addr=hosts.master_addr,
+        master_port=hosts.master_port,
+    )
+    agent = LocalElasticAgent(
+        spec,
+        DefaultLogsSpecs(os.devnull),  # by default it leaves folders behind
+        exit_barrier_timeout=LINGER,
+    )
+    # The watch knows which hosts will not come any more.
+    agent._exit_barrier = lambda: None  # type: ignore[method-assign]
     try:
-        launch_agent(config, sys.executable, ["-c", START, *arguments])
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        for rank, code in codes.items():
-            if code < 0:
-                name = signal.Signals(-code).name
-                raise CommandError(f"rank {rank} on this host was ended by {name}") from None
-        return max(codes.values())
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
+        failures = agent.run().failures
+    except SignalException as error:  # which the ranks have got, too
         return 128 + int(error.sigval)
-    return 0
+    for rank, failure in failures.items():
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            raise CommandError(f"rank {rank} on this host was ended by {name}")
+    return max((failure.exitcode for failure in failures.values()), default=0)
 
 
 def _end_with_launcher() -> None:
     """End this rank when the process that started it has ended, however that happened."""
-    launcher = os.getppid()
+    launcher = os.environ[_LAUNCHER]
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        while str(os.getppid()) == launcher:
             time.sleep(1)
         os._exit(1)
 
