@@ -240,7 +240,8 @@ class Scheduler(Allocator):
                 queue.remove(sequence)
         self.in_flight.discard(sequence)
         self._free_pages(sequence)
-        self._free_host(sequence)
+        if sequence.host_pages:
+            self._free_host(sequence)
 
     def undo(self, step: Step) -> None:
         """Compute again what a step that is not run was to copy."""
