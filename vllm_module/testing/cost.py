@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_module.base.garbage import paused_gc
 from vllm_module.core.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Slot
 from vllm_module.testing.case import Case, law
@@ -173,10 +174,11 @@ def count_calls(work: Callable[[], object]) -> int:
     # The profiler is written in C: a Python function would be called for every call and return.
     profiler, before = cProfile.Profile(builtins=False), sys.getprofile()
     sys.setprofile(None)
-    profiler.enable()
-    try:
-        work()
-    finally:
-        profiler.disable()
-        sys.setprofile(before)
+    with paused_gc():  # a pass calls what others have left behind
+        profiler.enable()
+        try:
+            work()
+        finally:
+            profiler.disable()
+            sys.setprofile(before)
     return sum(entry.callcount for entry in profiler.getstats())
