@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import random
 import shutil
@@ -17,8 +18,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 LIMIT = 600.0  # seconds after which a wait fails; no test depends on its length
 
@@ -172,3 +174,17 @@ def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> Non
         for agent in agents:
             agent.terminate()  # and not kill: it ends its ranks
     assert [agent.returncode for agent in agents] == [0] * hosts, output
+
+
+@contextlib.contextmanager
+def imported(path: Path, source: str) -> Iterator[ModuleType]:
+    """Write a module that processes started in the block can import, too; yield it."""
+    path.write_text(source)
+    before = list(sys.path)
+    sys.path.insert(0, str(path.parent))
+    importlib.invalidate_caches()
+    try:
+        yield importlib.import_module(path.stem)
+    finally:
+        sys.path[:] = before
+        sys.modules.pop(path.stem, None)

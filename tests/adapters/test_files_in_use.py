@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import runpy
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, LoRARequest, SamplingParams
@@ -28,6 +26,7 @@ from vllm_module.runtime.ranks import worker_weights
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
+imported = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["imported"]
 # Of what transformers has renamed since.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 COUNT = 6
@@ -70,8 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
         alpha = 1 if name == "embedding" else 16  # which leaves the base's embedding a part
         adapt(model, path / name, number, target_modules=targets, lora_alpha=alpha)
-    with safe_open(path / "embedding" / FILE, "pt") as file:
-        assert any(".base_layer.weight" in name for name in file.keys())  # noqa: SIM118
+    assert any(".base_layer.weight" in name for name in load_file(path / "embedding" / FILE))
     return path
 
 
@@ -101,18 +99,15 @@ def is_embedding(name: str) -> bool:
 
 
 def flipped(folder: Path) -> dict[str, torch.Tensor]:
-    with safe_open(folder / "base" / "model.safetensors", "pt") as file:
-        return {n: file.get_tensor(n).flip(0).contiguous() for n in file.keys() if is_embedding(n)}  # noqa: SIM118
+    stored = load_file(folder / "base" / "model.safetensors")
+    return {n: each.flip(0).contiguous() for n, each in stored.items() if is_embedding(n)}
 
 
 @pytest.fixture(scope="module")
 def read_in_turn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     path = tmp_path_factory.mktemp("planted") / "planted_in_files.py"
-    path.write_text(PLANTED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(path.parent)
-        yield importlib.import_module(path.stem).read_in_turn
-    del sys.modules[path.stem]
+    with imported(path, PLANTED) as module:
+        yield module.read_in_turn
 
 
 def load(folder: Path, **settings: Any) -> LLM:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import runpy
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from vllm_module.errors import RankError, WeightLoadError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
+imported = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["imported"]
 # Of what transformers has renamed since.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 COUNT = 10
@@ -85,11 +84,8 @@ def following(theirs: Callable[[str | None], Any]) -> Next:
 @pytest.fixture(scope="module")
 def break_method(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     path = tmp_path_factory.mktemp("planted") / "planted_in_adapters.py"
-    path.write_text(PLANTED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(path.parent)
-        yield importlib.import_module(path.stem).break_method
-    del sys.modules[path.stem]
+    with imported(path, PLANTED) as module:
+        yield module.break_method
 
 
 def greedy(following: Next, name: str | None, prompt: list[int]) -> list[int]:

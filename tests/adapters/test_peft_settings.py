@@ -8,6 +8,7 @@ import runpy
 import typing
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,8 @@ def test_what_peft_changes_the_base_for(
         if name == "corda":
             preprocess_corda(model, asked, run_model=lambda: model(ids[None]))
         if name == "lora_ga":
-            step = lambda: model(ids[None], labels=ids[None]).loss.backward()  # noqa: E731
-            preprocess_loraga(model, asked, train_step=step)
+            loss = partial(model, ids[None], labels=ids[None])
+            preprocess_loraga(model, asked, train_step=lambda: loss().loss.backward())
         tuned = peft.get_peft_model(model, asked).eval()
         for each, parameter in tuned.named_parameters():
             if "lora_A" in each or "lora_B" in each:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import re
-import sys
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+
+imported = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["imported"]
 
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
 METHODS = """
@@ -76,11 +77,8 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 def methods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A module with classes and functions, which every rank can import."""
     path = tmp_path_factory.mktemp("methods") / "methods_of_a_trainer.py"
-    path.write_text(METHODS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(path.parent)
-        yield importlib.import_module(path.stem)
-    del sys.modules[path.stem]
+    with imported(path, METHODS) as module:
+        yield module
 
 
 def load(folder: Path, **settings: Any) -> LLM:

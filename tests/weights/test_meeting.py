@@ -153,9 +153,9 @@ def come(port: int, rank: int, size: int, **options: Any) -> Any:
         try:
             return init_weight_transfer("127.0.0.1", port, rank, size, **options)
         except ValueError as error:
-            assert "another process has come" in str(error)  # noqa: PT017
+            assert "another process has come" in str(error)  # noqa: PT017 - another one ends the loop
         except OSError as error:
-            assert "cannot listen" in str(error)  # noqa: PT017
+            assert "cannot listen" in str(error)  # noqa: PT017 - another one ends the loop
     raise AssertionError(f"rank {rank} of before is still there")
 
 

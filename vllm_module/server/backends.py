@@ -124,7 +124,7 @@ class Backend:
 
     async def health(self) -> str:
         """Return "ok", the code of the error that /health answers, or nothing without an answer."""
-        with suppress(BackendError, ValueError):
+        with suppress(BackendError, ValueError, KeyError, TypeError):  # of another shape
             async with self.ask("GET", "/health", ()) as answer:
                 data = b"".join([piece async for piece in answer.body])
                 return "ok" if answer.status == 200 else str(json.loads(data)["error"]["code"])
