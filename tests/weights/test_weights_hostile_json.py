@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from vllm_module.build.model_source import read_config
 from vllm_module.config import ModelConfig
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import open_checkpoint
+from vllm_module.weights.strict_json import parse_object
 
 INDEX = "model.safetensors.index.json"
 FOUR_BYTES = {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
@@ -35,6 +37,8 @@ def read_folder(folder: Path, name: str) -> object:
         (b"[" * 100_000, "not valid JSON"),
         (b'{"metadata": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"a": ' + b"9" * 100_000 + b"}", "an integer has 100000 digits"),
+        (b'{"a": ' + b"1" * 309 + b"}", "an integer has 309 digits"),
+        (b'{"a": -' + b"12345678" * 38 + b"90123}", "an integer has 310 digits"),
         (b'{"a": [' + b"[]," * 3_100_000 + b"0]}", "brackets, colons and commas"),
         (b'{"a": 1, "a": 1}', "'a' occurs twice"),
         (b'{"a": {"b": 1, "b": 1}}', "'b' occurs twice"),
@@ -51,6 +55,20 @@ def test_json_beside_the_weights_is_held_to_the_same(tmp_path, name, content, me
         read_folder(tmp_path, name)
     assert name in str(refusal.value)
     assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("digits", ["0", "1234567" * 44, "1" + "0" * 307])
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_integers_are_those_of_pythons_parser(sign: str, digits: str) -> None:
+    text = f'{{"a": {sign}{digits}, "b": [12, -7]}}'
+    if len(sign + digits) > 308:
+        with pytest.raises(CheckpointFormatError, match="an integer has 309 digits"):
+            parse_object(text.encode(), "it", "")
+        return
+    value = parse_object(text.encode(), "it", "")
+    assert value == json.loads(text)
+    assert isinstance(value["a"], float) == (sign + digits == "-0")
+    assert math.copysign(1, value["a"]) == (-1 if sign else 1)
 
 
 def test_a_config_that_is_wrong_throughout_is_refused_in_a_few_words(tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_module.errors import MisshapenWeightError, WeightReadError
-from vllm_module.weights import Checkpoint, open_checkpoint, pieces, read_all, reading
+from vllm_module.weights import (
+    Checkpoint,
+    file_bytes,
+    open_checkpoint,
+    pieces,
+    read_all,
+    reading,
+)
 from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.handle import FileHandle
@@ -57,6 +64,38 @@ def test_every_destination_is_filled_and_every_byte_read_once(checkpoint, tensor
     for name, tensor in tensors.items():
         assert torch.equal(destinations[name], tensor)
     assert checkpoint.bytes_read == checkpoint.nbytes
+
+
+@pytest.mark.parametrize("most", [1, 7, 4096])
+def test_tensors_that_follow_each_other_arrive_whole_if_the_kernel_reads_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(reading, "_BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(file_bytes, "_MOST_VIEWS", 5)
+    tensors = {f"w{at:02}": torch.randn(at % 7 * 3, 5) for at in range(24)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    preadv, calls = os.preadv, []
+
+    def less(descriptor: int, views: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:  # asks what is cached
+            return preadv(descriptor, views, offset, flags)
+        joined = bytearray(min(most, sum(map(len, views))))
+        count = preadv(descriptor, [joined], offset)
+        calls.append(len(views))
+        left = memoryview(joined)[:count]
+        for view in views:
+            part = left[: len(view)]
+            view[: len(part)], left = part, left[len(part) :]
+        return count
+
+    with open_checkpoint(tmp_path) as checkpoint:
+        monkeypatch.setattr(os, "preadv", less)
+        named = [*checkpoint]
+        order = named[::2] + named[1::2]
+        destinations = {name: torch.full_like(tensors[name], torch.nan) for name in order}
+        read_all((checkpoint[name], destinations[name]) for name in order)
+    assert all(torch.equal(destinations[name], tensors[name]) for name in order)
+    assert max(calls) <= 5
 
 
 def test_shards_casts_and_tensors_in_memory_mix(checkpoint, tensors) -> None:

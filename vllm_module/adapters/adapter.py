@@ -254,8 +254,10 @@ class Adapter(AdapterModule):
         # One pass, and padding is zero. Torch starts threads for longer sums, which take a
         # millisecond each where the cores are busy.
         parts = chain.from_iterable(
-            torch.split(each.data.view(-1), _FEW) if each.numel() > _FEW else (each.data,)
-            for each in self.parameters()
+            each.data.view(-1).chunk(-(-each.numel() // _FEW))
+            if each.numel() > _FEW
+            else (each.data,)
+            for each in self.tensors()
         )
         if all(math.isfinite(part.sum().item()) for part in parts):
             return
@@ -371,6 +373,12 @@ class Adapter(AdapterModule):
         if self.config.target_modules == "all-linear":
             return isinstance(base, LinearBase) and not isinstance(base, ParallelLMHead)
         return self.config.targets(name) or self.config.targets_parameter(f"{name}.weight")
+
+    def tensors(self) -> Iterator[nn.Parameter]:
+        """Yield A and B of each layer."""
+        for layer in self.layers():
+            yield layer.lora_A
+            yield layer.lora_B
 
     def layers(self) -> Iterator[LoRALayer]:
         """Yield the layers with A and B."""

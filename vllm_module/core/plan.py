@@ -112,7 +112,7 @@ class LoadPlan(Summarized):
         They have the names, shapes and dtypes that the plan was made for, and nothing is routed
         again. This plan's module is still on meta, and no buffers of it are computed from weights.
         """
-        plan = self._copied(lambda tensor: tensor)
+        plan = self._copied(lambda tensor: tensor, weights)
         for module in plan.module.modules():
             # A copy has what the other one has, until it is replaced; setattr would take time.
             own = module.__dict__
@@ -123,14 +123,14 @@ class LoadPlan(Summarized):
         return replace(
             plan,
             report=replace(self.report, unexpected=unexpected, misshapen=misshapen),
-            fills=[
-                each._replace(weight=weights.get(each.name, each.weight)) for each in plan.fills
-            ],
             zeros=[(name, weights.get(name, weight)) for name, weight in self.zeros],
         )
 
-    def _copied(self, change: Callable[[Any], torch.Tensor]) -> LoadPlan:
-        """Return the same plan for a copy of the module, with other parameters."""
+    def _copied(
+        self, change: Callable[[Any], torch.Tensor], weights: Mapping[str, Weight] | None = None
+    ) -> LoadPlan:
+        """Return the same plan for a copy of the module, with other parameters, and weights."""
+        weights = weights or {}
         tensors: dict[torch.Tensor, torch.Tensor] = {}
         modules: dict[nn.Module, nn.Module] = {}
         nodes: dict[Node, Node] = {}
@@ -142,7 +142,8 @@ class LoadPlan(Summarized):
             if location is None:
                 node = _copy_of_node(each.location.node, modules, nodes)
                 location = locations[each.location] = Location(node, each.location.attr)
-            fills.append(each._replace(location=location))
+            name, slot, weight, _, tied_to, held = each
+            fills.append(Fill(name, slot, weights.get(name, weight), location, tied_to, held))
         return LoadPlan(module, self.report, fills, self.folder)
 
     def alike(self) -> list[list[Fill]]:

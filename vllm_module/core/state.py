@@ -200,9 +200,10 @@ class GuardedModule(nn.Module):
         return self.load_state.report
 
     def __getattr__(self, name: str) -> Any:
-        child = self.__dict__.get("_modules", {}).get(name)  # as below, for the price of one call
-        if child is not None:
-            return child
+        own = self.__dict__  # as below, for the price of one call
+        for held in (own.get("_parameters"), own.get("_modules")):
+            if held is not None and (found := held.get(name)) is not None:
+                return found
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # One preadv costs about 1 µs and the GIL. For segments of this length that is negligible.
 _LONG_SEGMENT = 64 << 10
+# preadv takes 1,024 on Linux.
+_MOST_VIEWS = 256
 # A row of this length takes longer to read whole than a preadv for its segment.
 _LONGEST_ROW = 1 << 20
 # The same limit where whole rows are read into scratch memory: bytes between two segments.
@@ -84,7 +86,7 @@ class FileBytes:
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes (of the header) without counting them in ``bytes_read``."""
         data = bytearray(length)
-        self._read(offset, memoryview(data), self._fd)
+        self._read(offset, [memoryview(data)], self._fd)
         return bytes(data)
 
     def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -119,8 +121,7 @@ class FileBytes:
             else:
                 for window in run.windows(_WINDOW, address):
                     (singly if self._read_ahead_of_rows(window[0]) else together).append(window)
-        for part in singly:
-            self._read_segments(*part)
+        self._read_singly(singly)
         if together:
             self._read_rows(together)
         # A write in the meantime would have left a mixture of old and new bytes.
@@ -145,12 +146,29 @@ class FileBytes:
             os_pages.read_ahead(descriptor, begin, end - begin)
         return len(pages) > 1
 
+    def _read_singly(self, parts: list[tuple[ByteRun, int]]) -> None:
+        """Read each segment by ``preadv``; runs that follow each other in the file by one."""
+        parts.sort(key=lambda part: part[0].offset)
+        views: list[memoryview] = []
+        begin = end = 0
+        for run, address in parts:
+            if run.count > 1 or _is_scattered(run):
+                self._read_segments(run, address)
+                continue
+            if run.offset != end or len(views) == _MOST_VIEWS:
+                self._read(begin, views, self._fd)
+                begin = end = run.offset
+                views = []
+            views.append(memory(address, run.length))
+            end += run.length
+        self._read(begin, views, self._fd)
+
     def _read_segments(self, run: ByteRun, address: int) -> None:
         descriptor = self._scattered() if _is_scattered(run) else self._fd
         view = memory(address, run.nbytes)
         for index in range(run.count):
             segment = view[index * run.length : (index + 1) * run.length]
-            self._read(run.offset + index * run.stride, segment, descriptor)
+            self._read(run.offset + index * run.stride, [segment], descriptor)
 
     def _scattered(self) -> int:
         """Return a descriptor on which the kernel does no read-ahead.
@@ -168,18 +186,25 @@ class FileBytes:
                     return self._fd
             return self._descriptors[1]
 
-    def _read(self, offset: int, view: memoryview, descriptor: int) -> None:
-        while view:
+    def _read(self, offset: int, views: Sequence[memoryview], descriptor: int) -> None:
+        """Fill ``views``, one after the other, with the bytes at ``offset``."""
+        views = [view for view in views if view]
+        while views:
             try:
-                count = os.preadv(descriptor, [view], offset)
+                count = os.preadv(descriptor, views, offset)
             except OSError as error:
                 raise self._failure(offset, str(error)) from error
             if count == 0:
+                missing = sum(map(len, views))
                 raise WeightReadError(
-                    f"{self._where} ends at byte {offset}, where {len(view)} more should follow: "
+                    f"{self._where} ends at byte {offset}, where {missing} more should follow: "
                     "it was cut off while it was read; load again from a file that stays as it is"
                 )
-            view, offset = view[count:], offset + count
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
 
     def _read_rows(self, parts: list[tuple[ByteRun, int]]) -> None:
         """Copy short segments out of their rows; each part spans at most _WINDOW bytes."""
@@ -208,7 +233,8 @@ class FileBytes:
                 if scratch is None or scratch.numel() < rows.span:
                     scratch = torch.empty(rows.span, dtype=torch.uint8, device="cpu")
                 span = scratch[: rows.span]
-                self._read(rows.offset, memory(span.data_ptr(), rows.span), self._scattered())
+                view = memory(span.data_ptr(), rows.span)
+                self._read(rows.offset, [view], self._scattered())
                 copy_segments(span, rows, target)
 
     def _copy_mapped(self, run: ByteRun, address: int) -> None:

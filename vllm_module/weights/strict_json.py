@@ -16,6 +16,7 @@ from vllm_module.weights.regular_file import read_file
 MAX_MARKS = 6_000_000
 _MARKS = (b"{", b"[", b":", b",")
 _MAX_DIGITS = 308  # digits of the largest float; int() takes quadratic time
+_TO_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 def parse_object(
@@ -49,13 +50,14 @@ def _parse(data: bytes, where: str, advice: str, *, constants: bool) -> object:
             f"{where} has {marks} brackets, colons and commas, where at most {MAX_MARKS} are "
             f"accepted. {advice}"
         )
+    may_be_odd = b"-0" in data or b"0" * _MAX_DIGITS in data.translate(_TO_ZEROS)
     reason = ""
     try:
         value = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_unique,
             parse_constant=None if constants else _no_constant,
-            parse_int=_integer,
+            parse_int=_integer if may_be_odd else None,  # a call for each takes time
             parse_float=None if constants else _finite,
         )
         # Half of a surrogate pair can come from an escape only. Encoding it raises.

@@ -117,8 +117,8 @@ class WorkerWeights:
             raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
         attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
         self._adapters[number] = adapter
-        size = sum(each.nbytes for each in adapter.parameters())
-        return LoadedAdapter(len(list(adapter.layers())), size, versions, compared)
+        sizes = [each.nbytes for each in adapter.tensors()]
+        return LoadedAdapter(len(sizes) // 2, sum(sizes), versions, compared)
 
     def drop_adapter(self, number: int) -> None:
         """Free an adapter, if this rank has it."""
