@@ -24,7 +24,7 @@ from vllm_module.core.plan import LoadPlan
 from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import LoadReport, Problem
 from vllm_module.core.run import execute, loading
-from vllm_module.core.tree import Node, Tree, loads_itself, locations
+from vllm_module.core.tree import Node, Tree, loads_itself, locations, modules_below
 from vllm_module.errors import UnsupportedModelError, WeightLoadError, WeightReadError
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import ExpertsLinear, Router
@@ -382,6 +382,6 @@ class Adapter(AdapterModule):
 
     def layers(self) -> Iterator[LoRALayer]:
         """Yield the layers with A and B."""
-        for each in self.modules():
+        for each in dict.fromkeys(modules_below(self)):  # nn.Module.modules takes longer
             if isinstance(each, LoRALayer) and each._parameters:
                 yield each

@@ -16,7 +16,15 @@ from torch import nn
 from vllm_module.base.summary import Summarized, mebibytes
 from vllm_module.core.fill import Fill
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tree import LoadState, Location, Node, is_typed, kind_of, state_of
+from vllm_module.core.tree import (
+    LoadState,
+    Location,
+    Node,
+    is_typed,
+    kind_of,
+    modules_below,
+    state_of,
+)
 from vllm_module.parameters import Reordered
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
 from vllm_module.weights.handle import FileHandle
@@ -113,7 +121,7 @@ class LoadPlan(Summarized):
         again. This plan's module is still on meta, and no buffers of it are computed from weights.
         """
         plan = self._copied(lambda tensor: tensor, weights)
-        for module in plan.module.modules():
+        for module in modules_below(plan.module):
             # A copy has what the other one has, until it is replaced; setattr would take time.
             own = module.__dict__
             own["_buffers"], own["_forward_pre_hooks"] = {**own["_buffers"]}, OrderedDict()
