@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,7 +196,30 @@ def test_the_parameters_are_copies() -> None:
     assert (params.temperature, params.stop, params.stop_token_ids) == (1.0, ["a"], [])
     clone = params.clone()
     clone.stop.append("b")
-    assert params.stop == ["a"]
+    clone.stop_token_ids.append(1)
+    assert (params.stop, params.stop_token_ids) == (["a"], [])
+
+
+def test_a_clone_is_equal_and_shares_no_part() -> None:
+    given: dict[str, Any] = {
+        "stop": ["a"], "stop_token_ids": [3], "bad_words": ["b"], "logit_bias": {1: 2.0},
+        "allowed_token_ids": [1, 2], "seed": 1, "structured_outputs": {"choice": ["a", "b"]},
+        "extra_args": None,
+    }  # fmt: skip
+    params = SamplingParams(**given)
+    clone = params.clone()
+    assert clone == params == SamplingParams(**given)
+    assert clone.model_fields_set == params.model_fields_set
+
+    def parts(value: Any) -> Iterator[int]:
+        if isinstance(value, (list, dict)) or hasattr(value, "__dict__"):
+            yield id(value)
+            held = value if isinstance(value, list) else getattr(value, "__dict__", value).values()
+            for each in held:
+                yield from parts(each)
+
+    for name in type(params).model_fields:
+        assert not {*parts(getattr(params, name))} & {*parts(getattr(clone, name))}, name
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ from vllm_module.runtime.text.prompts import Prompt, Tokenization, prompt_text, 
 from vllm_module.weights import Weight
 
 MAX_WAITING = 1024  # samples that may wait, beside those that a step computes
+_FEW_CHARACTERS = (
+    2000  # tokenized in less time than another thread takes to begin in a busy process
+)
 
 _T = TypeVar("_T")
 
@@ -171,7 +174,7 @@ class AsyncLLM:
                 self._accepted -= samples
 
     async def _tokenize(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Replace texts by their tokens, which a thread of a pool computes."""
+        """Replace texts by their tokens; those of long ones are computed by a thread of a pool."""
 
         def tokenize(prompt: Prompt) -> Prompt:
             if prompt_text(prompt) is None:
@@ -182,8 +185,9 @@ class AsyncLLM:
             ids = token_ids(prompt, self.llm.get_tokenizer, Tokenization())
             return {**given, "prompt_token_ids": ids}
 
-        if all(prompt_text(prompt) is None for prompt in prompts):
-            return list(prompts)
+        texts = [text for each in prompts if (text := prompt_text(each)) is not None]
+        if sum(map(len, texts)) <= _FEW_CHARACTERS:
+            return [tokenize(prompt) for prompt in prompts]
         return await asyncio.to_thread(lambda: [tokenize(prompt) for prompt in prompts])
 
     async def call(self, function: Callable[[LLM], _T]) -> _T:

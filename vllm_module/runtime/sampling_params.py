@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -18,6 +19,7 @@ _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
 _List = Annotated[list[_T], Field(strict=False)]  # a tuple is accepted too
+_WITHOUT_PARTS = (str, int, float, type(None))
 _MOST_BIAS = 100.0  # the largest bias of a token in from_optional
 _POSITIONAL = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature")
 
@@ -215,7 +217,12 @@ class SamplingParams(Settings):
 
     def clone(self) -> SamplingParams:
         """Return a copy that shares no list with this one."""
-        return self.model_copy(deep=True)
+        other = self.model_copy()  # a deep copy takes longer than to tokenize a short prompt
+        for name, value in other.__dict__.items():
+            if not isinstance(value, _WITHOUT_PARTS):
+                other.__dict__[name] = deepcopy(value)
+        other._others = deepcopy(self._others)
+        return other
 
     @property
     def greedy(self) -> bool:
