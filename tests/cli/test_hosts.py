@@ -239,6 +239,8 @@ def test_a_host_whose_command_fails(
     monkeypatch.setattr(host_watch, "BEAT", 0.05)
     monkeypatch.setattr(host_watch, "GRACE", 0.05)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number in range(3):
+        store.set(host_watch.beat_of(number), "0")
     mine = host_watch.HostWatch(store, 0, {1: "one", 2: "two"})
     host_watch.HostWatch(store, 1, {0: "zero", 2: "two"}).end(0)
     other = host_watch.HostWatch(store, 2, {0: "zero", 1: "one"})
@@ -251,3 +253,36 @@ def test_a_host_whose_command_fails(
     begin = time.monotonic()
     mine.end(0)  # of host 0, which waits for none, as both have left
     assert time.monotonic() - begin < host_watch.LINGER / 2
+
+
+class StoppedStore:
+    """A store whose process is stopped once it has the word: no request is answered any more."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self._stopped, self._never = stopped, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*_: object) -> list[bytes]:
+            if self._stopped.is_set():
+                self._never.wait()
+            return [b"0"]
+
+        return request
+
+
+def test_a_host_that_is_stopped_with_its_store(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named by the others, whose requests wait without a limit, and they end."""
+    ended, stopped = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "kill", lambda *_: ended.set())
+    for name, seconds in {"BEAT": 0.05, "GRACE": 0.05, "SILENCE": 3600.0, "LINGER": 0.2}.items():
+        monkeypatch.setattr(host_watch, name, seconds)
+    watch = host_watch.HostWatch(StoppedStore(stopped), 1, {0: "zero"})
+    assert not ended.wait(0.5)
+    stopped.set()
+    monkeypatch.setattr(host_watch, "SILENCE", 0.3)
+    assert ended.wait(30)
+    assert "host 0 (zero) has said nothing for 0.3 s" in watch.found
+    assert "host 0 (zero) has said nothing" in capsys.readouterr().err
+    watch.end(1)  # does not wait for the store

@@ -16,6 +16,7 @@ from vllm_module.cli.streams import complain
 BEAT = 1.0  # seconds
 SILENCE = 30.0  # seconds after which a host that says nothing is given up
 GRACE = 5.0  # seconds that ranks have to tell more than that another host has ended
+_HOSTS_A_BEAT = 128  # of more hosts each asks less often: host 0 answers all
 LINGER = 10.0  # seconds that host 0 waits at the end for the others, which its store serves
 
 
@@ -26,7 +27,7 @@ class HostWatch:
     ranks that wait for one that has never joined would wait for half an hour.
 
     Args:
-        store: where the hosts have met; host 0 serves it.
+        store: where the hosts have met, each with a beat; host 0 serves it.
         number: of this host.
         others: names of the other hosts, by number.
 
@@ -40,8 +41,14 @@ class HostWatch:
         self.found = ""
         self._store, self._number, self._others = store, number, others
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
-        self._thread.start()
+        self._problem = ""
+        self._answered = time.monotonic()  # when the store has last answered all requests
+        self._threads = [
+            threading.Thread(target=each, name="hosts", daemon=True)
+            for each in (self._ask, self._judge)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def end(self, code: int) -> None:
         """Stop watching, and tell the others that the command has ended here with this code.
@@ -49,37 +56,70 @@ class HostWatch:
         Host 0 waits until they have ended, too.
         """
         self._stop.set()
-        self._thread.join(BEAT)
-        end = time.monotonic() + LINGER
+        for thread in self._threads:
+            thread.join(BEAT)
+        telling = threading.Thread(target=self._tell, args=(code,), daemon=True)
+        telling.start()
+        telling.join(LINGER)  # a store whose process is stopped never answers
+
+    def _tell(self, code: int) -> None:
         with suppress(RuntimeError):  # host 0 has ended
-            self._store.set(f"left {self._number}", str(code))
-            left = [f"left {other}" for other in self._others]
-            while self._number == 0 and time.monotonic() < end and not self._store.check(left):
+            self._store.set(beat_of(self._number), f"left {code}")
+            while self._number == 0 and not all(each.startswith("left") for each in self._beats()):
                 time.sleep(BEAT / 10)
 
-    def _run(self) -> None:
-        seen = dict.fromkeys(self._others, (0, time.monotonic()))
-        problem = ""
-        while not problem and not self._stop.wait(BEAT):
-            try:
-                self._store.add(f"beat {self._number}", 1)
-                for other in self._others:
-                    problem = problem or self._look_at(other, seen)
-            except RuntimeError:
-                problem = f"host 0 ({self._others[0]}) has ended, or cannot be reached"
-        if problem and not self._stop.wait(GRACE):
-            self.found = problem
-            complain(error_text(problem))
-            os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the ranks
+    def _beats(self) -> list[str]:
+        """Return what each other host has last said: a number that grows, or that it has left."""
+        keys = [beat_of(other) for other in self._others]
+        return [value.decode() for value in self._store.multi_get(keys)]
 
-    def _look_at(self, other: int, seen: dict[int, tuple[int, float]]) -> str:
+    def _ask(self) -> None:
+        """Ask the store about the others; its requests have no limit of time."""
+        seen = {other: ("", time.monotonic()) for other in self._others}
+        interval = BEAT * max(1, len(seen) / _HOSTS_A_BEAT)
+        count = 0
+        while not self._problem and not self._stop.wait(interval):
+            count += 1
+            try:
+                self._store.set(beat_of(self._number), str(count))
+                for other, beat in zip(self._others, self._beats(), strict=True):
+                    self._problem = self._problem or self._judged(other, beat, seen)
+            except RuntimeError:
+                self._problem = f"{self._name(0)} has ended, or cannot be reached"
+            self._answered = time.monotonic()
+
+    def _judge(self) -> None:
+        """End the ranks of this host if another one ends or falls silent."""
+        while not self._stop.wait(BEAT):
+            problem = self._problem
+            if not problem and time.monotonic() - self._answered > SILENCE:
+                problem = _silent(self._name(0))
+            if problem and not self._stop.wait(GRACE):
+                self.found = problem
+                complain(error_text(problem))
+                os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the ranks
+                return
+
+    def _name(self, other: int) -> str:
+        return f"host {other} ({self._others[other]})" if other in self._others else "this host"
+
+    def _judged(self, other: int, beat: str, seen: dict[int, tuple[str, float]]) -> str:
         """Return what is wrong with a host, ``""`` if nothing is."""
-        now, name = time.monotonic(), f"host {other} ({self._others[other]})"
-        if self._store.check([f"left {other}"]):
-            code = int(self._store.get(f"left {other}"))
+        now, name = time.monotonic(), self._name(other)
+        if beat.startswith("left"):
+            code = int(beat.removeprefix("left"))
             return f"{name} has ended with code {code}: see what it printed" if code else ""
-        if (beat := int(self._store.add(f"beat {other}", 0))) != seen[other][0]:
+        if beat != seen[other][0]:
             seen[other] = beat, now
         elif now - seen[other][1] > SILENCE:
-            return f"{name} has said nothing for {SILENCE:g} s: it or its link has ended or hangs"
+            return _silent(name)
         return ""
+
+
+def beat_of(number: int) -> str:
+    """Return the key under which a host says in the store that it is there."""
+    return f"beat {number}"
+
+
+def _silent(name: str) -> str:
+    return f"{name} has said nothing for {SILENCE:g} s: it or its link has ended or hangs"

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_module.base.messages import describe_error, printable
-from vllm_module.cli.host_watch import LINGER, HostWatch
+from vllm_module.cli.host_watch import LINGER, HostWatch, beat_of
 from vllm_module.cli.options import Options, RankOptions
 from vllm_module.cli.output import CommandError, announce, plural
 from vllm_module.cli.ranks import under_torchrun
@@ -178,10 +178,11 @@ def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float)
                     f"host {number} ({_named(me)}) has {name} {facts.get(name)}, and host 0 "
                     f"({_named(theirs)}) has {there}: start the same on all hosts",
                 )
-        store.set(f"alike {number}", "")
-        _wait_for(store, hosts, [f"alike {each}" for each in range(hosts.nnodes)], end)
+        store.set(beat_of(number), "0")
+        _wait_for(store, hosts, [beat_of(each) for each in range(hosts.nnodes)], end)
         others = [each for each in range(hosts.nnodes) if each != number]
-        return {each: _named(store.get(f"host {each}").decode()) for each in others}
+        texts = store.multi_get([f"host {each}" for each in others])
+        return {each: _named(text.decode()) for each, text in zip(others, texts, strict=True)}
     except CommandError:
         if number == 0:
             time.sleep(_TELL)  # the store ends with this process
@@ -195,17 +196,19 @@ def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float)
 def _wait_for(store: Any, hosts: HostOptions, keys: Sequence[str], end: float) -> None:
     """Return when the store has the keys of these hosts; name those that are missing."""
     tell = time.monotonic() + 1
-    while missing := [key.split()[1] for key in keys if not store.check([key])]:
+    while not store.check(list(keys)):
         if store.check([_PROBLEM]):
             raise CommandError(store.get(_PROBLEM).decode())
-        who = f"host{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        if time.monotonic() > end:
-            raise CommandError(
-                f"{who} did not come to {hosts.address} within the limit (--timeout): start the "
-                "same command there, with its --node-rank"
-            )
-        if time.monotonic() > tell:
-            announce(f"host {hosts.node_rank} of {hosts.nnodes} waits for {who}")
+        if (now := time.monotonic()) > min(tell, end):
+            missing = [key.split()[1] for key in keys if not store.check([key])]
+            who = f"host{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+            if missing and now > end:
+                raise CommandError(
+                    f"{who} did not come to {hosts.address} within the limit (--timeout): start "
+                    "the same command there, with its --node-rank"
+                )
+            if missing:
+                announce(f"host {hosts.node_rank} of {hosts.nnodes} waits for {who}")
             tell = end
         time.sleep(_POLL)
 
