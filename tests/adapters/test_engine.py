@@ -14,7 +14,7 @@ import torch
 from peft import get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from vllm_module import LLM, AsyncLLM, LoRARequest, SamplingParams
+from vllm_module import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
 from vllm_module.build import registry
 from vllm_module.errors import WeightLoadError
 
@@ -358,3 +358,12 @@ def test_a_layer_that_ignores_adapters(
                 assert output.outputs[0].token_ids == []
                 assert "o_proj has an adapter, and its Own does not add" in (output.error or "")
         assert not llm.engine.requests
+
+
+def test_beams_are_an_adapters(llm: LLM, expected: Callable[..., list[int]]) -> None:
+    """A beam of one is what the adapter generates."""
+    for name in (None, "b"):
+        prompt: Any = {"prompt_token_ids": PROMPTS[5], "cache_salt": "s"}
+        prompt |= {} if name is None else {"adapter": name}
+        (found,) = llm.beam_search(prompt, BeamSearchParams(1, 10, ignore_eos=True))
+        assert found.sequences[0].tokens[len(PROMPTS[5]) :] == expected(name, PROMPTS[5])

@@ -30,9 +30,9 @@ def cumulated(continuation: tuple[int, ...]) -> float:
 def test_scores_are_vllms_formula(penalty: float) -> None:
     """The sum of logprobs over a power of the length, which an end token is not counted in."""
 
-    def next_logprobs(beams: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+    def next_logprobs(beams: list[tuple[int, list[int]]], count: int) -> list[dict[int, Logprob]]:
         assert count == 2 * width
-        return [{t: Logprob(logprob(tuple(b), t), 1) for t in range(VOCAB)} for b in beams]
+        return [{t: Logprob(logprob(tuple(b), t), 1) for t in range(VOCAB)} for _, b in beams]
 
     every = {c for n in range(1, LONGEST + 1) for c in product(range(VOCAB), repeat=n)}
     ended = [c for c in every if c[-1] == END and END not in c[:-1]]
@@ -59,9 +59,10 @@ def test_few_beams_are_kept_by_their_scores(
     """Each prompt has beams of its own: the best ``width`` of all that grew, after each token."""
     prompts = [[1, 2], [2]]
 
-    def next_logprobs(beams: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+    def next_logprobs(beams: list[tuple[int, list[int]]], count: int) -> list[dict[int, Logprob]]:
+        assert all(tokens[: len(prompts[at])] == prompts[at] for at, tokens in beams)
         assert beams, "all have ended"
-        return [{t: Logprob(logprob(tuple(b), t), 1) for t in range(VOCAB)} for b in beams]
+        return [{t: Logprob(logprob(tuple(b), t), 1) for t in range(VOCAB)} for _, b in beams]
 
     params = BeamSearchParams(width, longest, ignore_eos)
     steps: list[int] = []

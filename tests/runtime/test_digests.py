@@ -17,7 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams
 from vllm_module.core.digests import ModelDigest
-from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, WeightReadError
+from vllm_module.errors import (
+    CheckpointFormatError,
+    ModelNotReadyError,
+    WeightLoadError,
+    WeightReadError,
+)
 from vllm_module.export.sharded_state import shard
 from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.testing import random_weights
@@ -152,6 +157,9 @@ def test_an_update_that_is_quantized_or_cast_is_compared_with_what_was_sent(
         llm.update_weights(weights)
         model = llm.executor.worker.model
         assert (model.load_state.sources, model.keep_digests) == ({}, False)
+        with pytest.raises(WeightLoadError, match="unknown"):
+            llm.update_weights({"unknown": rolled[name]}, digests={"unknown": sent[name]})
+        assert not model.keep_digests
 
 
 def test_weights_are_compared_with_the_digests_beside_them(folder: Path, tmp_path: Path) -> None:

@@ -1070,3 +1070,14 @@ def test_no_sequence_of_a_step_loses_its_row_to_another_one() -> None:
         scheduled = [sequence for sequence, _ in scheduler.schedule().scheduled]
         assert scheduled == request.sequences
         assert len({sequence.row for sequence in scheduled} - {-1}) == 2
+
+
+def test_pages_of_its_own_are_no_cached_tokens() -> None:
+    """A request that is preempted in its prompt finds its own pages, which it has computed."""
+    setup = Setup(num_pages=5, max_num_batched_tokens=5)
+    setup.engine.add("a", [1, 2, 3, 4], greedy(10))
+    request = setup.engine.add("b", [9, 8] * 7, greedy(2))
+    setup.run()
+    assert setup.scheduler.preemptions > 0
+    assert request.num_cached_tokens == 0
+    assert setup.engine.totals.cached_tokens == 0

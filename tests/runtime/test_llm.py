@@ -498,7 +498,7 @@ def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"chat_template": [1]}, "has no chat template"),
-        ({"chat_template": [{"name": "other", "template": "x"}]}, "has no chat template"),
+        ({"chat_template": [{"name": "other", "template": "x"}]}, "templates 'other', and none"),
         ({"chat_template": 5}, "has no chat template"),
     ],
 )
@@ -1076,7 +1076,9 @@ def test_the_checkpoint_recommends_sampling_parameters(folder: Path, tmp_path: P
         (expected,) = llm.generate("fox", greedy(3), use_tqdm=False)
         outputs = llm.generate(["fox", "fox"], [None, params], use_tqdm=False)  # type: ignore[list-item]
         outputs += [list(llm.stream("fox"))[-1]]
-        outputs += llm.chat([{"role": "user", "content": "x"}], chat_template="fox", use_tqdm=False)
+        outputs += llm.chat(
+            [{"role": "user", "content": "x"}], chat_template="{{ 'fox' }}", use_tqdm=False
+        )
         for output in outputs:
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     path.write_text(json.dumps({"temperature": "hot"}))

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 from jinja2 import Environment
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.text.chat import ChatTemplate, template_text
 from vllm_module.runtime.text.template_process import TemplateProcess
+from vllm_module.runtime.text.tokenizer import Tokenizer
 
 SHOWN = "{{ messages | tojson }}"
 
@@ -215,7 +218,10 @@ def test_where_a_template_is_taken_from(
     if file is not None:
         (tmp_path / "chat_template.jinja").write_text(file)
     if taken is None:
-        with pytest.raises(CheckpointFormatError, match="has no chat template, neither"):
+        with pytest.raises(
+            CheckpointFormatError,
+            match=r"no chat template, neither|none that is the def",
+        ):
             ChatTemplate(tmp_path, process=process)
     else:
         assert ChatTemplate(tmp_path, process=process).source == taken
@@ -274,3 +280,50 @@ def test_the_last_message_is_continued(
     assert formatter.render(message, False, continue_final_message=True) == prompt
     with pytest.raises(ValueError, match="give add_generation_prompt=False"):
         formatter.render(message, continue_final_message=True)
+
+
+NAMES = [[], ["tool_use"], ["default", "tool_use"], ["tool_use", "default", "short"]]
+
+
+@pytest.mark.parametrize("named", NAMES, ids=str)
+@pytest.mark.parametrize("where", ["entry", "files", "both"])
+def test_templates_are_chosen_by_name_and_by_tools(
+    tmp_path: Path, named: list[str], where: str
+) -> None:
+    """As transformers chooses: for tools ``tool_use``, else ``default``, or the one of a name."""
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    fast.save(str(tmp_path / "tokenizer.json"))
+    text = "{%% if tools %%}tools in %s{%% else %%}in %s{%% endif %%}"
+    entries = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "a"}
+    if where != "files":
+        entries["chat_template"] = [{"name": n, "template": text % (n, n)} for n in named]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    if where != "entry":
+        (tmp_path / "additional_chat_templates").mkdir()
+        for name in named[:2]:
+            path = tmp_path / "additional_chat_templates" / f"{name}.jinja"
+            path = tmp_path / "chat_template.jinja" if name == "default" else path
+            path.write_text(text % (f"file {name}", f"file {name}"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "x"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for tools in (None, [], [tool]):
+        for template in (None, "tool_use", "short", "{{ messages[0].content }}"):
+            try:
+                expected = theirs.apply_chat_template(
+                    messages, tools=tools, chat_template=template, tokenize=False
+                )
+            except ValueError:
+                expected = None
+            without = template is None and "default" not in named  # is refused as a whole
+            if expected is None or expected == template or without:  # a name is no conversation
+                with pytest.raises((ValueError, CheckpointFormatError), match="template"):
+                    ours.apply_chat_template(
+                        messages, tools, chat_template=template, tokenize=False
+                    )
+                continue
+            found = ours.apply_chat_template(
+                messages, tools, chat_template=template, tokenize=False
+            )
+            assert found == expected

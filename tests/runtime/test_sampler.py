@@ -584,3 +584,15 @@ def test_a_nan_with_a_sign_ends_its_own_row_alone(params) -> None:
     logits[1, -17:] = 1
     rows = [Row(SamplingParams(seed=1, **params), uniform=0.5) for _ in range(2)]
     assert broken(logits, rows) == [1]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-300, 3e38])
+def test_processed_logprobs_of_extreme_temperatures(temperature: float) -> None:
+    """The quotient of a logit and a small temperature has no float32."""
+    params = SamplingParams(logprobs=2, temperature=temperature)
+    row = Row(params, uniform=0.3)
+    (token,) = sampler.sample(torch.tensor([[5.0, 3.0, -2.0]]), [row], processed=True).read()
+    assert token is not None
+    assert token.logprobs is not None
+    drawn = token.logprobs[token.token_id].logprob
+    assert drawn == pytest.approx(math.log(1 / 3) if temperature > 1 else 0.0)

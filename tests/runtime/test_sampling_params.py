@@ -255,3 +255,19 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_others(
 ) -> None:
     """A word of one token always, and one of several where the output ends with the rest of it."""
     assert completing_tokens([[5], [1, 3], [2, 1, 4]], output) == banned
+
+
+def test_minus_one_is_no_seed() -> None:
+    """As in vLLM, whose clients send it for a random one."""
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams.from_optional(seed=-1).seed is None
+    with pytest.raises(ValueError, match="seed"):
+        SamplingParams(seed=True)
+
+
+@pytest.mark.parametrize("name", ["top_k", "logprobs", "prompt_logprobs", "min_tokens"])
+def test_a_count_that_no_number_of_a_step_holds_is_refused(name: str) -> None:
+    """``top_k=10**400`` failed in the middle of a step, and ended all other requests with it."""
+    given: Any = {name: 10**400}
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(max_tokens=None, **given)

@@ -200,3 +200,48 @@ def test_special_tokens_are_those_that_transformers_reads(
     assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(
         messages, tokenize=False
     )
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer as Llama 2's: what has no token of its own is written in tokens of bytes."""
+    names = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], "\u2581", "a", "\u2581tree", "b"]
+    fast = FastTokenizer(models.BPE({n: at for at, n in enumerate(names)}, [], byte_fallback=True))
+    fast.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+    ])  # fmt: skip
+    folder = tmp_path_factory.mktemp("fallback")
+    fast.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def in_bytes(text: str) -> list[int]:
+    """Return the tokens of a text; those of a byte are one more than the byte."""
+    words = {" ": 257, "a": 258, "b": 260}
+    return [
+        token
+        for each in text
+        for token in ([words[each]] if each in words else [1 + byte for byte in each.encode()])
+    ]
+
+
+@given(
+    text=st.text("ab \u4f60\u597d\u5417\U0001f642\u00e9", min_size=1, max_size=9),
+    cuts=st.tuples(st.integers(0, 30), st.integers(0, 30)),
+)
+def test_bytes_are_shown_as_the_characters_that_they_complete(
+    byte_fallback: Tokenizer, text: str, cuts: tuple[int, int]
+) -> None:
+    """Wherever prompt and output end: Python decodes their bytes, without half a character."""
+    tokens = in_bytes(text)
+    start, end = sorted(min(cut, len(tokens)) for cut in cuts)
+    values = {257: b" ", 258: b"a", 260: b"b"}
+
+    def whole(ids: list[int]) -> str:
+        data = b"".join(values.get(token) or bytes([token - 1]) for token in ids)
+        return data.decode(errors="ignore")
+
+    expected = whole(tokens[:end]).removeprefix(whole(tokens[:start]))
+    stream = TextStream(byte_fallback, tokens[:start])
+    assert "".join(map(stream.push, tokens[start:end])) == expected
+    assert byte_fallback.continuation(tokens[:start], tokens[start:end]) == expected

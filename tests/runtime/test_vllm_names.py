@@ -27,6 +27,7 @@ from vllm_module import (
 )
 from vllm_module.config import EngineConfig, ModelConfig
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.runtime import requests
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, known_arguments
 
 DEFAULTS = json.loads(Path(__file__).with_name("vllm_defaults.json").read_text())  # of vLLM 0.32
@@ -402,3 +403,23 @@ def test_engine_args_of_a_command_line(folder: Path) -> None:
     assert EngineArgs.from_cli_args(Namespace(model="a", own=1)) == EngineArgs(model="a")
     rest = vars(args) | {"model": "", "max_model_len": None, "revision": None}
     assert rest | {"enforce_eager": False} == vars(EngineArgs(model=""))
+
+
+def test_a_search_of_beams_that_is_refused_leaves_no_request(llm: LLM) -> None:
+    prompts = [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [1] * 64}]
+    with pytest.raises(ValueError, match="the prompt has 64 tokens"):
+        llm.beam_search(prompts, BeamSearchParams(2, 3))
+    assert not llm.engine.requests
+    with pytest.raises(ValueError, match="no adapter is called 'x'"):
+        llm.beam_search({"prompt_token_ids": [1, 2], "adapter": "x"}, BeamSearchParams(2, 3))
+
+
+def test_bad_words_that_the_model_has_no_token_for_are_refused_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They failed in the middle of a step, and ended all other requests with it."""
+    tokens = llm.engine.vocab_size, 1
+    monkeypatch.setattr(requests, "encode_bad_words", lambda words, _: [[*tokens]])
+    bad, good = llm.generate(["a", "a"], [greedy(3, bad_words=["[PAD]"]), greedy(3)], False)
+    assert "outside of the vocabulary" in str(bad.error)
+    assert len(good.outputs[0].token_ids) == 3

@@ -11,8 +11,9 @@ from vllm_module.base.messages import shorten
 from vllm_module.runtime.metrics import progress
 from vllm_module.runtime.sampling.sampler import Logprob
 
-# Function from token sequences and a count to the logprobs of that many most probable next tokens.
-NextLogprobs = Callable[[list[list[int]], int], list[dict[int, Logprob]]]
+# Function from token sequences, each after the index of its prompt, and a count to the logprobs of
+# that many most probable next tokens.
+NextLogprobs = Callable[[list[tuple[int, list[int]]], int], list[dict[int, Logprob]]]
 
 
 @dataclass
@@ -105,7 +106,7 @@ def search(
 
     with progress(use_tqdm, params.max_tokens, "tokens") as count:
         for _ in range(params.max_tokens):
-            every = [beam.tokens for of_prompt in beams for beam in of_prompt]
+            every = [(at, beam.tokens) for at, of_prompt in enumerate(beams) for beam in of_prompt]
             if not every:
                 break
             logprobs = iter(next_logprobs(every, 2 * params.beam_width))

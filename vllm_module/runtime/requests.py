@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -128,6 +129,7 @@ class Requests:
             if params.bad_words:
                 assert self.tokenizer is not None, "as _check made sure"
                 request.bad_words = encode_bad_words(params.bad_words, self.tokenizer)
+                check_tokens(chain.from_iterable(request.bad_words), self.vocab_size)
             request.metrics.arrival_time = time.time()
             request.metrics.queued_ts = time.monotonic()
             self._arrivals += 1

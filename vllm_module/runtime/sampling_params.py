@@ -13,8 +13,8 @@ from vllm_module.config import Settings
 from vllm_module.runtime.arguments import SAMPLING_ARGUMENTS, known_arguments
 
 _T = TypeVar("_T")
-_Natural = Annotated[int, Field(ge=0)]
-_Count = Annotated[int, Field(ge=-1)]
+_Natural = Annotated[int, Field(ge=0, lt=2**63)]
+_Count = Annotated[int, Field(ge=-1, lt=2**63)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
@@ -34,6 +34,7 @@ def _listed(value: Any) -> Any:
 
 
 _Listed = BeforeValidator(_listed)
+_Seed = BeforeValidator(lambda given: None if type(given) is int and given == -1 else given)
 
 
 class StructuredOutputsParams(Settings):
@@ -91,7 +92,7 @@ class SamplingParams(Settings):
         presence_penalty: number in [-2, 2], subtracted from the logits of tokens in the output.
         frequency_penalty: number in [-2, 2], subtracted once for each occurrence in the output.
         seed: seed of the random draws, from -2**63 to 2**64 - 1. The same seed and logits give the
-            same tokens, whatever else is in the batch. None for a random seed.
+            same tokens, whatever else is in the batch. None or -1 for a random seed.
         stop: strings, none of them empty; the output ends at the first that occurs. One string
             becomes a list, and None an empty one.
         stop_token_ids: tokens that end the output, besides the checkpoint's own; None for none.
@@ -138,7 +139,7 @@ class SamplingParams(Settings):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: _Count = 0
     min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    seed: Annotated[int | None, _Seed] = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Annotated[_List[_Text], _Listed] = Field(default_factory=list)
     stop_token_ids: Annotated[_List[_Token], _Listed] = Field(default_factory=list)
     ignore_eos: bool = False

@@ -350,7 +350,7 @@ class Scheduler(Allocator):
         sequence.num_cached_pages = len(reused)
         size = self.pool.page_size
         sequence.num_computed = len(reused) * size
-        if len(sequence.tokens) == sequence.request.prompt_len and not sequence.index:
+        if sequence.request.num_cached_tokens is None:  # later, pages may be its own
             sequence.request.num_cached_tokens = sequence.num_computed
         if self.has_states and self.prefix_caching:
             ends = {num_known, (sequence.request.prompt_len - 1) // size}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 from vllm_module.base.messages import shorten
@@ -19,9 +20,10 @@ from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages
+from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages, template_text
 from vllm_module.runtime.text.prompts import (
     Prompt,
+    RequestOptions,
     Tokenization,
     as_list,
     as_prompts,
@@ -191,7 +193,8 @@ class TextMethods:
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a sequence of such lists.
             sampling_params, use_tqdm, lora_request: as for :meth:`generate`.
-            chat_template: a template to use instead of the checkpoint's.
+            chat_template: a template to use instead of the checkpoint's: its text, the path of its
+                file, or the name of another one of the checkpoint's.
             add_generation_prompt: end the prompt with the beginning of the assistant's message.
             continue_final_message: have the last message continued, instead of a new one begun;
                 then ``add_generation_prompt`` has to be ``False``.
@@ -264,9 +267,11 @@ class TextMethods:
     def _chat_template(self, given: str | None) -> ChatTemplate:
         check_type("chat_template", given, "text or None", str, type(None))
         if given is not None:
+            named = {} if self._template is None else self._template.named
+            source = named.get(given) or template_text(given)
             last = self._last_template
-            if last is None or last.source != given:
-                last = ChatTemplate(self.source.folder, given, self._templates)
+            if last is None or last.source != source:
+                last = ChatTemplate(self.source.folder, source, self._templates)
                 self._last_template = last  # the next call mostly gives it again
             return last
         if self._template is None:
@@ -328,21 +333,33 @@ class TextMethods:
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params should be BeamSearchParams, got {shorten(params)}")
         how = Tokenization()
-        starts = [token_ids(prompt, self.get_tokenizer, how) for prompt in as_prompts(prompts)]
+        listed = as_prompts(prompts)
+        starts = [token_ids(prompt, self.get_tokenizer, how) for prompt in listed]
+        next_logprobs = partial(self._next_logprobs, [*map(request_options, listed)])
         ends, most = self.engine.stop_token_ids, self.engine.max_model_len
-        found = search(self._next_logprobs, starts, params, ends, most, use_tqdm)
+        found = search(next_logprobs, starts, params, ends, most, use_tqdm)
         for sequence in itertools.chain.from_iterable(each.sequences for each in found):
             if self.tokenizer is not None:
                 sequence.text = self.tokenizer.decode(sequence.tokens, params.skip_special_tokens)
                 decode_logprobs(sequence.logprobs, self.tokenizer)
         return found
 
-    def _next_logprobs(self, sequences: list[list[int]], count: int) -> list[dict[int, Logprob]]:
+    def _next_logprobs(
+        self, options: Sequence[RequestOptions], sequences: list[tuple[int, list[int]]], count: int
+    ) -> list[dict[int, Logprob]]:
         """Return the logprobs of ``count`` most probable tokens after each sequence."""
         params = SamplingParams(max_tokens=1, logprobs=count, temperature=0, detokenize=False)
-        requests = [self.engine.add(str(next(self._ids)), each, params) for each in sequences]
-        for _ in self.engine.serve(requests, self._output):
-            pass
+        requests: list[Request] = []
+        try:
+            for prompt, tokens in sequences:
+                name = str(next(self._ids))
+                requests.append(self.engine.add(name, tokens, params, **options[prompt]))
+            for _ in self.engine.serve(requests, self._output):
+                pass
+        except BaseException:  # one that is refused, or an interrupt
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
         for request in requests:
             if request.error is not None:
                 raise RuntimeError(request.error)

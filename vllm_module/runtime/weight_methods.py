@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch import nn
 from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.core.digests import ModelDigest, digest_of, source_digests
 from vllm_module.core.report import fold
-from vllm_module.errors import ModelNotReadyError, WeightReadError
+from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
@@ -114,17 +114,19 @@ class WeightMethods:
             self.executor.update_weights(weights)
             return
         kept = self.executor.apply_model(partial(_keep_digests, keep=True))
-        self.executor.update_weights(weights)
         names = frozenset(digests)
         try:
-            parts = self.executor.apply_model(partial(_held_and_sent, names=names))
-            right = [
-                sum(of_ranks, start=ModelDigest()).tensors for of_ranks in zip(*parts, strict=True)
-            ]
-        except (ValueError, WeightReadError) as error:
-            self.executor.refusal = describe_error(error)
-            raise
-        self.executor.apply_model(partial(_keep_digests, keep=kept[0]))
+            self.executor.update_weights(weights)
+            try:
+                parts = self.executor.apply_model(partial(_held_and_sent, names=names))
+                every = zip(*parts, strict=True)
+                right = [sum(of_ranks, start=ModelDigest()).tensors for of_ranks in every]
+            except (ValueError, WeightReadError) as error:
+                self.executor.refusal = describe_error(error)
+                raise
+        finally:
+            with suppress(RankError):  # ranks that have ended; the update has said so
+                self.executor.apply_model(partial(_keep_digests, keep=kept[0]))
         wrong = [n for n, digest in digests.items() if digest not in [of.get(n) for of in right]]
         if wrong:
             self.executor.refusal = (

@@ -37,7 +37,8 @@ def _processed(logits: Tensor, settings: Tensor) -> Tensor:
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
     wide = logits.double()
-    ratio = ((wide - wide.amax(-1, keepdim=True)) / temperature).exp()
+    below = wide - wide.amax(-1, keepdim=True)
+    ratio = (below / temperature).exp()
     possible = ratio >= min_p
     order = logits.argsort(dim=-1, descending=True, stable=True)
     mass = torch.where(possible, ratio, 0.0) * 2.0 ** (62 - vocab.bit_length())
@@ -49,5 +50,6 @@ def _processed(logits: Tensor, settings: Tensor) -> Tensor:
     needed = (total * top_p).ceil().long().clamp(min=1).minimum(total)
     kept &= (top_p >= 1) | (sums - mass < needed)
     kept = torch.empty_like(kept).scatter_(1, order, kept) & possible
-    scaled = (wide / temperature).float()
+    # Of the differences to the largest one, no quotient is infinite but where nothing is drawn.
+    scaled = torch.where(greedy, logits, (below / temperature).float())
     return torch.where(kept | greedy, scaled, -torch.inf)

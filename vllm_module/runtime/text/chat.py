@@ -24,6 +24,7 @@ _FORMATS = {"string": (True, False), "openai": (False, True)}
 _PROBES = ("first message", "other message")
 _UNSHOWN = "entry of a part that no template shows"
 _END = "the final message ends here"
+_OTHERS = "additional_chat_templates"
 # Key of a message part's text, by the part's type.
 _TEXTS = {
     "text": "text", "input_text": "text", "output_text": "text",
@@ -68,15 +69,37 @@ def token_text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def named_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return a checkpoint's chat templates by name, as transformers finds them.
+
+    They are ``chat_template.jinja``, which is ``default``, and those in
+    ``additional_chat_templates``; without these files, the entry of ``tokenizer_config.json``.
+    """
+    files = [(path.stem, path) for path in sorted((folder / _OTHERS).glob("*.jinja"))]
+    if is_there(path := folder / "chat_template.jinja"):
+        files.append(("default", path))
+    if files:
+        return {name: read_file(path, folder).decode("utf-8", "replace") for name, path in files}
+    entry = settings.get("chat_template")
+    entries = entry if isinstance(entry, list) else [{"name": "default", "template": entry}]
+    found = [(each.get("name"), each.get("template")) for each in entries if hasattr(each, "get")]
+    return {n: text for n, text in found if isinstance(n, str) and isinstance(text, str)}
+
+
 class ChatTemplate:
     """Formats messages as the text of a prompt, by a checkpoint's own chat template.
 
-    The template is ``chat_template.jinja`` or the entry of ``tokenizer_config.json``, unless it is
-    given as ``template``; ``source`` is its text. It runs in a sandbox in a separate process, for
-    at most 5 seconds and in 512 MiB, and writes at most 1 MiB of text besides its input. It
-    cannot call functions of this process or change the messages.
+    The template is the default one of :func:`named_templates`, or ``tool_use`` for a conversation
+    with tools, as in transformers, unless it is given as ``template``. It runs in a sandbox in a
+    separate process, for at most 5 seconds and in 512 MiB, and writes at most 1 MiB of text besides
+    its input. It cannot call functions of this process or change the messages.
+
+    Attributes:
+        named: the folder's templates by their names; none if one was given.
+        source: text of the given or default one.
 
     Raises ``CheckpointFormatError`` if the folder has none, or it cannot be compiled.
+
     """
 
     def __init__(
@@ -85,7 +108,9 @@ class ChatTemplate:
         self.folder = folder
         self._process = process or TemplateProcess()
         self._settings = tokenizer_settings(folder)
-        self.source = self._read() if template is None else template
+        self.named = named_templates(folder, self._settings) if template is None else {}
+        self.source = self._default() if template is None else template
+        self._for_tools: ChatTemplate | None = None  # once it was used
         self._shown: tuple[bool, bool] | None = None  # known after the first try
         self._unread: set[str] = set()  # variables that were logged as unread
         try:
@@ -125,21 +150,20 @@ class ChatTemplate:
                 return _UNSHOWN not in written[0].lower()
         return False
 
-    def _read(self) -> str:
-        template: Any = self._settings.get("chat_template")
-        if isinstance(template, list):  # a list of named templates
-            named = [entry for entry in template if isinstance(entry, Mapping)]
-            templates = {entry.get("name"): entry.get("template") for entry in named}
-            template = templates.get("default")
-        if is_there(path := self.folder / "chat_template.jinja"):
-            template = read_file(path, self.folder).decode("utf-8", "replace")
-        if not isinstance(template, str):
-            raise CheckpointFormatError(
-                f"{printable(self.folder)} has no chat template, neither chat_template.jinja nor "
-                "an entry of tokenizer_config.json: use generate() with prompts that are formatted "
-                "already"
+    def _default(self) -> str:
+        if "default" in self.named:
+            return self.named["default"]
+        others = ", ".join(map(shorten, self.named))
+        raise CheckpointFormatError(
+            f"{printable(self.folder)} has "
+            + (f"the chat templates {others}, and none that is the default: " if others else "")
+            + (
+                "choose one by LLM(chat_template=)"
+                if others
+                else "no chat template, neither chat_template.jinja nor an entry of "
+                "tokenizer_config.json: use generate() with prompts that are formatted already"
             )
-        return template
+        )
 
     def render(
         self,
@@ -170,6 +194,17 @@ class ChatTemplate:
             ValueError: there are no messages, or the template refuses them or fails on them.
 
         """
+        if variables.get("tools") is not None and "tool_use" in self.named:
+            if self._for_tools is None:
+                source = self.named["tool_use"]
+                self._for_tools = ChatTemplate(self.folder, source, self._process)
+            return self._for_tools.render(
+                messages,
+                add_generation_prompt,
+                content_format=content_format,
+                continue_final_message=continue_final_message,
+                **variables,
+            )
         given = {name for name, value in variables.items() if value is not None}
         if unread := given - self._variables - self._unread:
             self._unread |= unread

@@ -10,7 +10,13 @@ from typing import Any
 
 from vllm_module.base.messages import describe_error, printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.text.chat import ChatTemplate, token_text, tokenizer_settings
+from vllm_module.runtime.text.chat import (
+    ChatTemplate,
+    named_templates,
+    template_text,
+    token_text,
+    tokenizer_settings,
+)
 from vllm_module.weights import read_file
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.written_folder import NO_TOKENIZER
@@ -252,7 +258,8 @@ class Tokenizer:
     def _chat_template(self, given: str | None) -> ChatTemplate:
         """Return a template; the checkpoint's is read once, and its process is kept."""
         if given is not None:
-            return ChatTemplate(self.folder, given)
+            named = named_templates(self.folder, tokenizer_settings(self.folder))
+            return ChatTemplate(self.folder, named.get(given) or template_text(given))
         if self._template is None:
             self._template = ChatTemplate(self.folder)
         return self._template
@@ -319,9 +326,10 @@ class Tokenizer:
         """
         before = self.decode(prompt, skip_special_tokens)
         whole = self.decode(prompt + output, skip_special_tokens)
-        if whole.startswith(before):
-            return _without_incomplete(whole[len(before) :])
-        # The prompt's last character may continue in the output.
+        if whole.startswith(before) and _REPLACEMENT not in whole[len(before) :]:
+            return whole[len(before) :]
+        # The prompt's last character may continue in the output. And where tokens of bytes end
+        # inside a character, tokenizers replaces whole characters before it, too.
         stream = TextStream(self, prompt, skip_special_tokens)
         return "".join(map(stream.push, output))
 
@@ -341,7 +349,16 @@ class TextStream:
         # A token's text depends on the tokens just before it, but not on all of them. So decoding
         # starts at the piece before the last one (_start), and not at the first token.
         self._start, self._end = 0, len(self._ids)
-        self._returned = _without_incomplete(self._decode(self._ids))
+        text = self._decode(self._ids)
+        self._returned = _without_incomplete(text)
+        for less in range(1, _MAX_INCOMPLETE + 1) if text.endswith(_REPLACEMENT) else ():
+            # To the beginning of the character that the prompt ends inside of.
+            before = self._decode(self._ids[:-less])
+            if not before.endswith(_REPLACEMENT):
+                self._end = max(0, len(self._ids) - less)
+                if not self._returned.startswith(before):
+                    self._returned = before
+                break
 
     def push(self, token: int) -> str:
         """Return the text that ``token`` completes; empty if its character is incomplete."""
