@@ -25,7 +25,7 @@ from vllm_module.runtime.served_adapter import AdapterMemory, ServedAdapter
 from vllm_module.runtime.step_inputs import StepInputs
 
 # Pytest's importlib mode has no imports between test files.
-PAGED: Any = runpy.run_path(str(Path(__file__).with_name("test_engine.py")))
+PAGED: Any = runpy.run_path(str(Path(__file__).with_name("engine") / "paged.py"))
 VOCAB, Pages, key_of, greedy = (PAGED[name] for name in ("VOCAB", "Pages", "key_of", "greedy"))
 GARBAGE = 10**9  # what slots hold at first: another number each
 
@@ -35,7 +35,7 @@ def advance(state: int, token: int) -> int:
 
 
 class Hybrid:
-    """A model of pages, as those of test_engine.py, and a state in each row of the block tables.
+    """A model of pages, as those of engine/paged.py, and a state in each row of the block tables.
 
     Saved states are in as many slots more.
 
