@@ -114,7 +114,9 @@ def main() -> None:
         port = probe.getsockname()[1]
         probe.close()
         # The ranks are forked from one process that has imported what they need.
-        processes.set_forkserver_preload(["transformers.models.llama.modeling_llama", "vllm_module"])
+        processes.set_forkserver_preload(
+            ["transformers.models.llama.modeling_llama", "vllm_module"]
+        )
         processes.start_processes(run, (Path(name), port), 4, start_method="forkserver")
 
 
