@@ -18,13 +18,12 @@ from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
     CheckpointForm,
-    Names,
     Tensors,
     assert_same_state,
-    converted,
     state,
     write_checkpoint,
 )
+from vllm_module.testing.names import Names, converted
 from vllm_module.testing.sources import WatchedHandle, WatchedSource
 from vllm_module.weights import open_checkpoint
 
