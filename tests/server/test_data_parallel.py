@@ -14,7 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,9 +116,23 @@ def serving(folder: Path) -> Iterator[Replicated]:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Replicated]:
-    with serving(folder) as served:
-        yield served
+def one_server(folder: Path) -> Iterator[Callable[[], Replicated]]:
+    """Return the function that starts a server, unless one runs."""
+    servers: list[Replicated] = []
+    with ExitStack() as ends:
+
+        def started() -> Replicated:
+            if not servers or servers[-1].process.poll() is not None:
+                servers.append(ends.enter_context(serving(folder)))
+            return servers[-1]
+
+        yield started
+
+
+@pytest.fixture
+def server(one_server: Callable[[], Replicated]) -> Replicated:
+    """A server with two engines, which tests share until one of them ends it."""
+    return one_server()
 
 
 def expected(sync: LLM, prompt: str, tokens: int = 8) -> str:
@@ -209,40 +223,38 @@ def test_an_adapter_of_all_engines(server: Replicated, adapter: Path) -> None:
         assert server.status("/v1/completions", **body) == 404
 
 
-def test_engines_that_end(folder: Path, sync: LLM, until: Until) -> None:
+def test_engines_that_end(server: Replicated, sync: LLM, until: Until) -> None:
     """The stream of one that is killed ends with an error; what had no answer is done again."""
-    with serving(folder) as server:
-        stream = server.open(
-            "/v1/completions", prompt="streamed", max_tokens=900, temperature=0, stream=True
-        )
-        with stream:
-            stream.readline()
-            other: list[str] = []
-            waiting = threading.Thread(target=lambda: other.append(server.text("whole", 600)))
-            waiting.start()
-            until(lambda: sorted(server.numbers("num_requests_running").values()) == [1, 1])
-            engines = server.engines()
-            assert len(engines) == 2
-            os.kill(engines[0], signal.SIGKILL)  # of one or the other request
-            lines = [line for line in stream if line.strip()]
-        waiting.join()
-        assert other == [expected(sync, "whole", 600)]
-        if lines[-1] != b"data: [DONE]\n":
-            assert "has ended" in json.loads(lines[-1].removeprefix(b"data: "))["error"]["message"]
-        assert server.status("/health") == 200
-        assert len(server.numbers("num_requests_running")) == 1
-        for number in range(3):
-            assert server.text(f"after {number}") == expected(sync, f"after {number}")
-        server.process.terminate()
-        assert server.process.wait() == 0
-        until(lambda: not Path(f"/proc/{engines[1]}").exists())
-
-
-def test_engines_end_with_a_server_that_is_killed(folder: Path, until: Until) -> None:
-    with serving(folder) as server:
+    stream = server.open(
+        "/v1/completions", prompt="streamed", max_tokens=900, temperature=0, stream=True
+    )
+    with stream:
+        stream.readline()
+        other: list[str] = []
+        waiting = threading.Thread(target=lambda: other.append(server.text("whole", 600)))
+        waiting.start()
+        until(lambda: sorted(server.numbers("num_requests_running").values()) == [1, 1])
         engines = server.engines()
-        server.process.kill()
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
+        assert len(engines) == 2
+        os.kill(engines[0], signal.SIGKILL)  # of one or the other request
+        lines = [line for line in stream if line.strip()]
+    waiting.join()
+    assert other == [expected(sync, "whole", 600)]
+    if lines[-1] != b"data: [DONE]\n":
+        assert "has ended" in json.loads(lines[-1].removeprefix(b"data: "))["error"]["message"]
+    assert server.status("/health") == 200
+    assert len(server.numbers("num_requests_running")) == 1
+    for number in range(3):
+        assert server.text(f"after {number}") == expected(sync, f"after {number}")
+    server.process.terminate()
+    assert server.process.wait() == 0
+    until(lambda: not Path(f"/proc/{engines[1]}").exists())
+
+
+def test_engines_end_with_a_server_that_is_killed(server: Replicated, until: Until) -> None:
+    engines = server.engines()
+    server.process.kill()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
 def test_a_server_is_told_to_end_while_its_engines_load(folder: Path, until: Until) -> None:
