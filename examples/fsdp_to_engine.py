@@ -113,7 +113,11 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        processes.spawn(run, (Path(name), port), nprocs=4)
+        # The ranks are forked from one process that has imported what they need.
+        processes.set_forkserver_preload(
+            ["transformers.models.llama.modeling_llama", "vllm_module"]
+        )
+        processes.start_processes(run, (Path(name), port), 4, start_method="forkserver")
 
 
 if __name__ == "__main__":

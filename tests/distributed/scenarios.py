@@ -118,7 +118,8 @@ def main(directory: Path, names: list[str]) -> None:
         module.get("prepare", lambda _: None)(directory)
     gc.collect()
     gc.freeze()  # what is shared by the forks is neither walked nor copied when they end
-    waiting = [name for name in names if name not in files] or list(scenarios)
+    # Those of the last files take longest, so they begin first.
+    waiting = [name for name in names if name not in files] or list(reversed(scenarios))
     running: list[Running] = []
     while waiting or running:
         while waiting and len(running) < AT_ONCE:

@@ -6,6 +6,7 @@ of its own, as after a rank that was killed.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import runpy
@@ -81,8 +82,11 @@ class Trainer:
     def go(self) -> None:
         os.write(self._go, b"x")
 
-    def end(self) -> None:
+    def go_on(self) -> None:
+        """Let it notice that the round is over, which takes its patience; none waits for that."""
         os.kill(self._pid, signal.SIGCONT)
+
+    def end(self) -> None:
         os.waitpid(self._pid, 0)
 
 
@@ -153,8 +157,10 @@ def streams_that_fail(directory: Path, rank: int) -> Any:
 
             outcomes.append(outcome(llm, fault, raised_by(update)))
             for each in trainers[turn]:
-                each.end()
+                each.go_on()
             dist.destroy_process_group()
+    for each in itertools.chain.from_iterable(trainers):
+        each.end()
     return outcomes
 
 
@@ -221,7 +227,9 @@ def boxes_that_fail(directory: Path, rank: int) -> Any:
 
         outcomes.append(outcome(llm, fault, raised_by(update)))
         if rank == 0:
-            trainers[turn].end()
+            trainers[turn].go_on()
         dist.destroy_process_group()
+    for each in trainers:
+        each.end()
     llm.close()
     return outcomes

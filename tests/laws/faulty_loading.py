@@ -21,7 +21,8 @@ from vllm_module.core.planner import Planner
 from vllm_module.core.routes import Child, Skip
 from vllm_module.core.run import Run
 from vllm_module.core.state import is_complete, modules_that_load
-from vllm_module.core.tree import is_typed, locations, slots_of, state_of
+from vllm_module.core.tensors import is_typed, slots_of
+from vllm_module.core.tree import locations, state_of
 from vllm_module.kernels.rows.quantize import quantize_static
 from vllm_module.parameters import (
     BlockQuantScaleParameter,

@@ -8,8 +8,9 @@ from vllm_module import vLLMModule
 from vllm_module.layers import FusedMoE
 from vllm_module.quantization import ONLINE, EightBitMethod
 from vllm_module.testing import random_weights
-from vllm_module.testing.checkpoints import Names, fuse
+from vllm_module.testing.checkpoints import fuse
 from vllm_module.testing.cost import count_calls
+from vllm_module.testing.names import Names
 
 
 class Layer(vLLMModule):

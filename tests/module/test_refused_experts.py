@@ -21,7 +21,8 @@ from vllm_module.errors import (
 )
 from vllm_module.layers import FusedMoE
 from vllm_module.testing import random_weights, write_checkpoint
-from vllm_module.testing.checkpoints import Names, assert_same_state, fuse, state
+from vllm_module.testing.checkpoints import assert_same_state, fuse, state
+from vllm_module.testing.names import Names
 from vllm_module.weights import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]

@@ -35,7 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vllm_module.build.model_source import build_model
 from vllm_module.build.registry import config_class
 from vllm_module.core import state
-from vllm_module.core.tree import materialized
+from vllm_module.core.tensors import materialized
 from vllm_module.distributed import groups, tensor_parallel
 from vllm_module.hf_config import parse_config
 from vllm_module.kernels.rows.rms_norm import rms_norm

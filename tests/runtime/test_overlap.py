@@ -26,7 +26,7 @@ from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.step_inputs import StepInputs
 
 # runpy, because pytest's importlib mode has no imports between test files.
-_engine = runpy.run_path(str(Path(__file__).with_name("test_engine.py")))
+_engine = runpy.run_path(str(Path(__file__).with_name("engine") / "paged.py"))
 Setup, VOCAB = _engine["Setup"], _engine["VOCAB"]
 greedy: Callable[..., SamplingParams] = _engine["greedy"]
 _simulated = runpy.run_path(str(Path(__file__).with_name("simulated_device.py")))

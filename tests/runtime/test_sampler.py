@@ -1,10 +1,11 @@
-"""Sampling: equal to a plain implementation, for each row and in any batch."""
+"""Sampling: equal to a plain implementation, for each row and whatever the batch."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,88 +14,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from vllm_module.runtime.sampling import sampler
 from vllm_module.runtime.sampling.row import Row
-from vllm_module.runtime.sampling.sampler import LogitsError, SampledToken, prompt_logprobs
 from vllm_module.runtime.sampling_params import SamplingParams
 
-ALMOST_1 = math.nextafter(1.0, 0.0)
-GREEDY = SamplingParams(temperature=0)
-
-
-def sample(logits: torch.Tensor, rows: list[Row]) -> list[SampledToken]:
-    """Return the tokens of rows that all have one."""
-    return [token for token in sampler.sample(logits, rows).read() if token is not None]
-
-
-def tokens(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    sampled = sampler.sample(logits, rows)
-    ids = [token.token_id for token in sampled.read() if token is not None]
-    assert ids == sampled.tokens.tolist()
-    return ids
-
-
-def broken(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    """Return which rows leave no token to choose."""
-    sampled = sampler.sample(logits, rows)
-    indices = [row for row, token in enumerate(sampled.read()) if token is None]
-    on_device = sampled.tokens.tolist()
-    assert [row for row, token in enumerate(on_device) if token < 0] == indices
-    return indices
-
-
-def shares(logits: torch.Tensor, row: Row, draws: int) -> torch.Tensor:
-    """Return how many of ``draws`` evenly spaced uniforms give each token."""
-    rows = [
-        Row(row.params, row.token_ids, row.prompt_len, (i + 0.5) / draws, row.banned)
-        for i in range(draws)
-    ]
-    drawn = tokens(logits.expand(draws, -1), rows)
-    return torch.tensor(drawn).bincount(minlength=len(logits))
-
-
-def order(values: list[float]) -> list[int]:
-    return sorted(range(len(values)), key=lambda i: (-values[i], i))
-
-
-def adjust(logits: list[float], row: Row) -> list[float]:
-    """Return logits after bias, penalties and bans, computed token by token."""
-    x, p = list(logits), row.params
-    for token, bias in (p.logit_bias or {}).items():
-        x[token] += bias
-    for token in set(row.token_ids):
-        repetition = p.repetition_penalty
-        x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
-    for token, times in Counter(row.token_ids[row.prompt_len :]).items():
-        x[token] -= p.frequency_penalty * times + p.presence_penalty
-    for token in row.banned:
-        x[token] = -math.inf
-    return x
-
-
-def distribution(logits: list[float], row: Row) -> tuple[list[float], bool]:
-    """Return each token's probability, and whether rounding cannot change which tokens have one."""
-    x, p = adjust(logits, row), row.params
-    first = order(x)
-    if p.temperature == 0:
-        return [float(token == first[0]) for token in range(len(x))], True
-    part = [math.exp((value - x[first[0]]) / p.temperature) for value in x]
-    edges = [value - p.min_p for value in part if p.min_p and value < 1]
-    kept = [token for token in first if part[token] >= p.min_p]
-    kept = kept[: p.top_k] if p.top_k > 0 else kept
-    total = sum(part[token] for token in kept)
-    nucleus: list[int] = []
-    mass = 0.0
-    for token in kept:
-        if p.top_p < 1 and mass >= p.top_p:
-            break
-        nucleus.append(token)
-        mass += part[token] / total
-        edges += [mass - p.top_p] if p.top_p < 1 else []
-    probabilities = [0.0] * len(x)
-    for token in nucleus:
-        probabilities[token] = part[token] / total / mass
-    return probabilities, all(abs(edge) > 1e-9 for edge in edges)
+# Pytest's importlib mode has no imports between test files.
+DRAWN: Any = runpy.run_path(str(Path(__file__).with_name("drawn.py")))
+ALMOST_1, GREEDY, sample = (DRAWN[name] for name in ("ALMOST_1", "GREEDY", "sample"))
+tokens, shares, order, adjust = (DRAWN[name] for name in ("tokens", "shares", "order", "adjust"))
+distribution, mixed_rows = (DRAWN[name] for name in ("distribution", "mixed_rows"))
+HIDDEN = DRAWN["HIDDEN"]
 
 
 @st.composite
@@ -216,36 +144,6 @@ def test_a_token_is_exactly_that_of_its_number(
     assert tokens(logits.unsqueeze(0), [row]) == [draw_exactly(logits.tolist(), row)]
 
 
-def mixed_rows(vocab: int, count: int) -> list[Row]:
-    numbers = random.Random(vocab)
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.7},
-        {"min_p": 0.02},
-        {"top_k": 5},
-        {"top_k": 3000},
-        {"top_p": 0.8},
-        {"temperature": 5, "top_p": 0.99},
-        {"top_k": 40, "top_p": 0.9, "min_p": 0.001},
-    ]
-    changes: list[dict[str, Any]] = [
-        {},
-        {"repetition_penalty": 1.3},
-        {"frequency_penalty": 0.4, "presence_penalty": 0.3, "logit_bias": {1: 3.0}},
-        {"logprobs": 3},
-    ]
-    return [
-        Row(
-            SamplingParams(**numbers.choice(kinds), **numbers.choice(changes)),
-            [numbers.randrange(vocab) for _ in range(numbers.randrange(30))],
-            numbers.randrange(10),
-            numbers.random(),
-            {0} if numbers.random() < 0.3 else (),
-        )
-        for _ in range(count)
-    ]
-
-
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
     [(3, torch.float32), (130, torch.bfloat16), (5003, torch.bfloat16), (33_001, torch.float32)],
@@ -308,11 +206,6 @@ def test_the_distribution_is_the_exact_one(values: dict[str, Any]) -> None:
     assert chi_square(counts, exact) > 1e-3
     warmer = exact**0.8
     assert chi_square(counts, warmer / warmer.sum()) < 1e-6
-
-
-HIDDEN = st.integers(0, 2**32).map(
-    lambda seed: torch.randn(1, 120, generator=torch.Generator().manual_seed(seed)) * 3
-)
 
 
 @settings(max_examples=40)
@@ -390,119 +283,6 @@ def test_no_uniform_gives_a_token_of_probability_zero(
         assert token in ids
 
 
-@pytest.mark.parametrize("values", [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-def test_rows_that_are_broken_are_found(values: dict[str, Any], biased: bool) -> None:
-    """NaN of either sign, inf, and rows of only -inf are found; the other rows get their tokens."""
-    bias = {0: 1.0} if biased else None
-    rows = [Row(SamplingParams(**values, logit_bias=bias), uniform=0.3) for _ in range(6)]
-    logits = torch.randn(6, 200)
-    good = tokens(logits, rows)
-    logits[1, 150] = torch.nan
-    logits[2, 199] = -torch.tensor(torch.nan)
-    logits[3, 7] = torch.inf
-    logits[5] = -torch.inf
-    assert broken(logits, rows) == [1, 2, 3, 5]
-    assert [token.token_id for token in sample(logits, rows)] == [good[0], good[4]]
-
-
-def test_a_banned_token_is_not_chosen() -> None:
-    """Neither a bias nor the largest logit makes a banned token possible."""
-    logits = torch.tensor([[9.0, 1.0, 5.0]])
-    params = SamplingParams(temperature=0, logit_bias={0: 100.0})
-    assert tokens(logits, [Row(params)]) == [0]
-    assert tokens(logits, [Row(params, banned={0})]) == [2]
-    assert tokens(logits, [Row(params, banned=(0, 2, 2))]) == [1]
-    assert broken(logits, [Row(params, banned={0, 1, 2})]) == [0]
-
-
-@settings(max_examples=25)
-@given(
-    st.sampled_from([1, 5, 130, 4100]),
-    st.integers(0, 8),
-    st.integers(0, 2**32),
-    st.sampled_from([{}, {"temperature": 0}, {"logit_bias": {0: 50.0}}, {"temperature": 0.2}]),
-)
-def test_logprobs_are_those_of_the_model(
-    vocab: int, top: int, seed: int, values: dict[str, Any]
-) -> None:
-    """Entries are the raw logits' logprobs of the token and of the first tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-9, 9, (3, vocab), generator=generator).bfloat16() / 2
-    exact = logits.double().log_softmax(-1).tolist()
-    rows = [Row(SamplingParams(logprobs=top, **values), uniform=0.7)] * 2 + [Row(GREEDY)]
-    *asked, silent = sample(logits, rows)
-    assert (silent.logprob, silent.logprobs) == (None, None)
-    chosen = [token.token_id for token in asked]
-    assert [token.logprobs for token in asked] == prompt_logprobs(logits[:2], chosen, top)
-    for row, token in enumerate(asked):
-        first = order(logits[row].tolist())
-        assert token.logprobs is not None
-        assert list(token.logprobs) == list(dict.fromkeys([token.token_id, *first[:top]]))
-        for token_id, entry in token.logprobs.items():
-            # Torch adds up 4100 exponentials in float32: 2.8e-6 off in 400 draws of this size.
-            assert entry.logprob == pytest.approx(exact[row][token_id], abs=4e-6)
-            assert entry.rank == 1 + first.index(token_id)
-            assert entry.decoded_token is None
-        assert token.logprob == token.logprobs[token.token_id].logprob
-
-
-@pytest.mark.parametrize("vocab", [5, 130, 4100])
-def test_processed_logprobs_are_those_of_the_draw(vocab: int) -> None:
-    """Beside raw ones, the tokens are the same; the others have those after bans and cuts."""
-    generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(24, vocab, generator=generator) * 3
-    rows = mixed_rows(vocab, 24)
-    for row in rows:
-        row.params = row.params.model_copy(update={"logprobs": 4})
-    raw = sampler.sample(logits, rows).read()
-    found = sampler.sample(logits, rows, processed=True).read()
-    compared = 0
-    for x, row, token, other in zip(logits.tolist(), rows, found, raw, strict=True):
-        assert token is not None
-        assert other is not None
-        assert token.token_id == other.token_id
-        probabilities, certain = distribution(x, row)
-        if row.params.temperature == 0:  # of which vLLM's are those of temperature 1
-            adjusted = torch.tensor(adjust(x, row), dtype=torch.float64)
-            probabilities = adjusted.softmax(-1).tolist()
-        if not certain:
-            continue
-        compared += 1
-        assert token.logprobs is not None
-        best = sorted(probabilities, reverse=True)
-        for token_id, entry in token.logprobs.items():
-            expected = probabilities[token_id]
-            assert math.exp(entry.logprob) == pytest.approx(expected, abs=1e-9, rel=1e-5)
-            assert best[entry.rank - 1] == pytest.approx(expected, abs=1e-9, rel=1e-5)
-        assert token.logprob is not None
-        assert math.isfinite(token.logprob)
-    assert compared >= 12
-
-
-@settings(max_examples=25)
-@given(
-    HIDDEN,
-    st.sampled_from([
-        ({"temperature": 0.4}, theirs.TemperatureLogitsWarper(0.4)),
-        ({"top_k": 9}, theirs.TopKLogitsWarper(9)),
-        ({"top_p": 0.7}, theirs.TopPLogitsWarper(0.7)),
-        ({"min_p": 0.05}, theirs.MinPLogitsWarper(0.05)),
-    ]),
-)  # fmt: skip
-def test_processed_logprobs_are_transformers(
-    logits: torch.Tensor, pair: tuple[dict[str, Any], Any]
-) -> None:
-    values, processor = pair
-    expected = processor(torch.zeros(1, 1, dtype=torch.long), logits.clone())[0].log_softmax(-1)
-    row = Row(SamplingParams(logprobs=20, **values), uniform=0.3)
-    (token,) = sampler.sample(logits, [row], processed=True).read()
-    assert token is not None
-    assert token.logprobs is not None
-    for token_id, entry in token.logprobs.items():
-        assert entry.logprob == pytest.approx(float(expected[token_id]), abs=1e-5)
-
-
 def test_a_seed_gives_the_same_tokens_again() -> None:
     """Uniforms from a seeded generator give the same tokens again."""
 
@@ -515,47 +295,6 @@ def test_a_seed_gives_the_same_tokens_again() -> None:
     logits = torch.randn(1, 500)
     assert draw(3) == draw(3)
     assert draw(3) != draw(4)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        Row(SamplingParams(logit_bias={8: 1.0})),
-        Row(SamplingParams(repetition_penalty=2), [1, 8]),
-        Row(SamplingParams(presence_penalty=1), [1, -1], 1),
-        Row(GREEDY, banned={8}),
-    ],
-)
-def test_tokens_outside_of_the_vocabulary_are_refused(row: Row) -> None:
-    """No bias, penalty or ban can change another row's logits."""
-    with pytest.raises(ValueError, match="outside of the vocabulary of 8"):
-        sample(torch.zeros(2, 8), [row, Row(GREEDY)])
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    """Shapes, dtypes, uniforms and next tokens are checked before any token is chosen."""
-    row = Row(GREEDY)
-    for logits in (torch.zeros(8), torch.zeros(2, 8), torch.zeros(1, 0), torch.zeros(1, 8).long()):
-        with pytest.raises(ValueError, match=r"of shape \[1 rows, vocab\], and are torch"):
-            sample(logits, [row])
-    for uniform in (1.0, -0.1, math.nan):
-        with pytest.raises(ValueError, match=r"uniform should be in \[0, 1\)"):
-            Row(GREEDY, uniform=uniform)
-    with pytest.raises(ValueError, match="token 8 is outside"):
-        prompt_logprobs(torch.zeros(1, 8), [8], 1)
-    with pytest.raises(ValueError, match="2 tokens"):
-        prompt_logprobs(torch.zeros(1, 8), [1, 2], 1)
-    with pytest.raises(LogitsError, match="row 1 "):
-        prompt_logprobs(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]), [0, 0], 0)
-    assert sample(torch.zeros(0, 8), []) == []
-    assert prompt_logprobs(torch.zeros(0, 8), [], 3) == []
-
-
-def test_rows_may_ask_for_different_numbers_of_logprobs() -> None:
-    """Each row gets as many as it asked for."""
-    rows = [Row(SamplingParams(temperature=0, logprobs=count)) for count in (1, 0, 3)]
-    given = sample(torch.tensor([[0.0, 3.0, 2.0, 1.0]] * 3), rows)
-    assert [list(token.logprobs or ()) for token in given] == [[1], [1], [1, 2, 3]]
 
 
 def test_edges() -> None:
@@ -574,25 +313,3 @@ def test_edges() -> None:
         4,
     ]
     assert tokens(torch.tensor([[1.0, 1 + 1e-12]], dtype=torch.float64), [Row(GREEDY)]) == [0]
-
-
-@pytest.mark.parametrize("params", [{"top_k": 20}, {"top_p": 0.9}], ids=str)
-def test_a_nan_with_a_sign_ends_its_own_row_alone(params) -> None:
-    """A NaN that sorts below everything leaves the other rows their tokens."""
-    logits = torch.zeros(2, 50257)
-    logits[1, : 63 * 64] = -torch.tensor(torch.nan)
-    logits[1, -17:] = 1
-    rows = [Row(SamplingParams(seed=1, **params), uniform=0.5) for _ in range(2)]
-    assert broken(logits, rows) == [1]
-
-
-@pytest.mark.parametrize("temperature", [1e-38, 1e-300, 3e38])
-def test_processed_logprobs_of_extreme_temperatures(temperature: float) -> None:
-    """The quotient of a logit and a small temperature has no float32."""
-    params = SamplingParams(logprobs=2, temperature=temperature)
-    row = Row(params, uniform=0.3)
-    (token,) = sampler.sample(torch.tensor([[5.0, 3.0, -2.0]]), [row], processed=True).read()
-    assert token is not None
-    assert token.logprobs is not None
-    drawn = token.logprobs[token.token_id].logprob
-    assert drawn == pytest.approx(math.log(1 / 3) if temperature > 1 else 0.0)

@@ -1,4 +1,4 @@
-"""Faults in the moving of states, each of which the comparison of test_states.py has to catch."""
+"""Faults in the moving of states: with each, some sequence gets other tokens than alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_module.runtime.scheduler import Scheduler, Step
 
 # Pytest's importlib mode has no imports between test files.
-STATES: Any = runpy.run_path(str(Path(__file__).with_name("test_states.py")))
+STATES: Any = runpy.run_path(str(Path(__file__).with_name("hybrid.py")))
 
 # Pages are so few that sequences are swapped all the time.
 SETUPS = st.builds(

@@ -1,12 +1,10 @@
-"""Several engines behind one address: which of them answers, and what happens when one ends."""
+"""Several engines behind one address, each a process, and what happens when one ends."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import os
-import random
 import re
 import runpy
 import signal
@@ -15,12 +13,9 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,18 +24,9 @@ import torch
 from vllm_module import LLM, SamplingParams
 from vllm_module.cli import main
 from vllm_module.cli.options import DeviceOptions, EngineRankOptions, UsageError
-from vllm_module.server.backends import (
-    DEAD,
-    BackendAnswer,
-    BackendError,
-    Backends,
-    prefixes_of,
-)
-from vllm_module.server.connection import Limits
-from vllm_module.server.endpoint import Keys
-from vllm_module.server.errors import ApiError
-from vllm_module.server.front import Front, front_application
 
+# Pytest's importlib mode has no imports between test files.
+engines = runpy.run_path(str(Path(__file__).with_name("stubs.py")))["engines"]
 serve: Any = importlib.import_module("vllm_module.cli.commands.serve")
 SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 KEY, ADMIN = "key-of-clients", "key-of-operators"
@@ -130,9 +116,23 @@ def serving(folder: Path) -> Iterator[Replicated]:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Replicated]:
-    with serving(folder) as served:
-        yield served
+def one_server(folder: Path) -> Iterator[Callable[[], Replicated]]:
+    """Return the function that starts a server, unless one runs."""
+    servers: list[Replicated] = []
+    with ExitStack() as ends:
+
+        def started() -> Replicated:
+            if not servers or servers[-1].process.poll() is not None:
+                servers.append(ends.enter_context(serving(folder)))
+            return servers[-1]
+
+        yield started
+
+
+@pytest.fixture
+def server(one_server: Callable[[], Replicated]) -> Replicated:
+    """A server with two engines, which tests share until one of them ends it."""
+    return one_server()
 
 
 def expected(sync: LLM, prompt: str, tokens: int = 8) -> str:
@@ -197,40 +197,64 @@ def test_a_client_that_leaves_ends_its_request(server: Replicated, until: Until)
     assert sum(server.numbers("generation_tokens_total").values()) < 800
 
 
-def test_engines_that_end(folder: Path, sync: LLM, until: Until) -> None:
+def test_an_adapter_of_all_engines(server: Replicated, adapter: Path) -> None:
+    """It is loaded, used, and unloaded in both, and in neither while a request uses it."""
+
+    def listed() -> set[str]:
+        return {each["id"] for _ in range(4) for each in server.ask("/v1/models")["data"]}
+
+    given = {"lora_name": "tuned", "lora_path": str(adapter)}
+    assert server.ask("/v1/load_lora_adapter", ADMIN, **given) == {"status": "loaded"}
+    body = {"model": "tuned", "prompt": "x", "max_tokens": 900, "temperature": 0}
+    for _ in range(4):
+        assert server.status("/v1/completions", **{**body, "max_tokens": 1}) == 200
+    with server.open("/v1/completions", **body, stream=True) as stream:
+        stream.readline()
+        assert server.status("/v1/unload_lora_adapter", ADMIN, lora_name="tuned") == 409
+        for _ in range(4):
+            assert server.status("/v1/completions", **{**body, "max_tokens": 1}) == 200
+    # The client has gone; its engine may still be at a step of it.
+    SUPPORT["wait_until"](
+        lambda: server.status("/v1/unload_lora_adapter", ADMIN, lora_name="tuned") == 200,
+        "it is unloaded",
+    )
+    assert "tuned" not in listed()
+    for _ in range(4):
+        assert server.status("/v1/completions", **body) == 404
+
+
+def test_engines_that_end(server: Replicated, sync: LLM, until: Until) -> None:
     """The stream of one that is killed ends with an error; what had no answer is done again."""
-    with serving(folder) as server:
-        stream = server.open(
-            "/v1/completions", prompt="streamed", max_tokens=900, temperature=0, stream=True
-        )
-        with stream:
-            stream.readline()
-            other: list[str] = []
-            waiting = threading.Thread(target=lambda: other.append(server.text("whole", 600)))
-            waiting.start()
-            until(lambda: sorted(server.numbers("num_requests_running").values()) == [1, 1])
-            engines = server.engines()
-            assert len(engines) == 2
-            os.kill(engines[0], signal.SIGKILL)  # of one or the other request
-            lines = [line for line in stream if line.strip()]
-        waiting.join()
-        assert other == [expected(sync, "whole", 600)]
-        if lines[-1] != b"data: [DONE]\n":
-            assert "has ended" in json.loads(lines[-1].removeprefix(b"data: "))["error"]["message"]
-        assert server.status("/health") == 200
-        assert len(server.numbers("num_requests_running")) == 1
-        for number in range(3):
-            assert server.text(f"after {number}") == expected(sync, f"after {number}")
-        server.process.terminate()
-        assert server.process.wait() == 0
-        until(lambda: not Path(f"/proc/{engines[1]}").exists())
-
-
-def test_engines_end_with_a_server_that_is_killed(folder: Path, until: Until) -> None:
-    with serving(folder) as server:
+    stream = server.open(
+        "/v1/completions", prompt="streamed", max_tokens=900, temperature=0, stream=True
+    )
+    with stream:
+        stream.readline()
+        other: list[str] = []
+        waiting = threading.Thread(target=lambda: other.append(server.text("whole", 600)))
+        waiting.start()
+        until(lambda: sorted(server.numbers("num_requests_running").values()) == [1, 1])
         engines = server.engines()
-        server.process.kill()
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
+        assert len(engines) == 2
+        os.kill(engines[0], signal.SIGKILL)  # of one or the other request
+        lines = [line for line in stream if line.strip()]
+    waiting.join()
+    assert other == [expected(sync, "whole", 600)]
+    if lines[-1] != b"data: [DONE]\n":
+        assert "has ended" in json.loads(lines[-1].removeprefix(b"data: "))["error"]["message"]
+    assert server.status("/health") == 200
+    assert len(server.numbers("num_requests_running")) == 1
+    for number in range(3):
+        assert server.text(f"after {number}") == expected(sync, f"after {number}")
+    server.process.terminate()
+    assert server.process.wait() == 0
+    until(lambda: not Path(f"/proc/{engines[1]}").exists())
+
+
+def test_engines_end_with_a_server_that_is_killed(server: Replicated, until: Until) -> None:
+    engines = server.engines()
+    server.process.kill()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
 def test_a_server_is_told_to_end_while_its_engines_load(folder: Path, until: Until) -> None:
@@ -268,263 +292,6 @@ def test_what_is_refused(
     assert "without torchrun" in capfd.readouterr().err
 
 
-def engines(*running: int) -> Any:
-    """Return the choice among engines that have so many requests."""
-    chosen: Any = object.__new__(Backends)
-    chosen.all = [
-        SimpleNamespace(number=number, running=count, code=None, dropped=False)
-        for number, count in enumerate(running)
-    ]
-    chosen._of_prefix, chosen._turn = OrderedDict(), 0
-    return chosen
-
-
-def test_the_choice() -> None:
-    """The least busy one in turn; a known prefix, unless its engine has far more to do."""
-    several = engines(0, 0, 0)
-    assert {id(several.choose([])) for _ in range(3)} == {*map(id, several.all)}
-    several = engines(3, 1, 2)
-    assert several.choose([7]) is several.all[1]
-    several.all[1].running = 6
-    assert several.choose([7, 8]) is several.all[1], "6 is not more than 4 and twice 2"
-    several.all[1].running = 9
-    assert several.choose([7, 8]) is several.all[2]
-    assert several.choose([7, 8]) is several.all[2], "its pages are there now"
-    assert several.choose([7], [several.all[2]]) is several.all[0], "one has failed"
-    several.all[0].code = 1
-    assert several.choose([], [several.all[1], several.all[2]]) is None
-    front = Front()
-    with pytest.raises(ApiError, match="is loading"):
-        front.loaded()
-    front.backends = several
-    assert front.loaded() is several
-    for each in several.all:
-        each.code = -9
-    with pytest.raises(ApiError, match="all engines of this server have ended"):
-        front.loaded()
-
-
-def test_the_engine_that_had_the_longest_prefix_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that begin alike and differ later, beside a list of all that each engine was given.
-
-    What was asked for longest ago is forgotten, the shortest prefix of a prompt before the others.
-    """
-    monkeypatch.setattr("vllm_module.server.backends._MOST_PREFIXES", 15)
-    draw, several = random.Random(0), engines(0, 0, 0)
-    given: list[tuple[int, Any]] = []  # prefixes with their engines, the latest one last
-    known_to_two = 0
-    for _ in range(2000):
-        path = [draw.randrange(3) for _ in range(3)]
-        prefixes = [hash(tuple(path[:length])) for length in range(1, draw.randint(1, 4))]
-        tried = draw.sample(several.all, draw.choice([0, 0, 0, 1, 2]))
-        held = dict(given)
-        holders = [held[each] for each in prefixes if each in held and held[each] not in tried]
-        found = several.choose(prefixes, tried)
-        assert found not in tried
-        assert found is (holders or [found])[-1]
-        known_to_two += len({*map(id, holders)}) > 1
-        given = [each for each in given if each[0] not in prefixes]
-        given = [*given, *((each, found) for each in prefixes)][-15:]
-    assert known_to_two > 100
-
-
-class Stub:
-    """A backend that gives the same answer each time, in pieces, and may end in the middle."""
-
-    code: int | None = None
-    hangs = False
-
-    def __init__(
-        self, status: int, *pieces: bytes, kind: str = "application/json", ends: bool = False
-    ) -> None:
-        self.status, self.pieces, self.kind, self.ends = status, pieces, kind.encode(), ends
-        self.number, self.running, self.asked, self.dropped = 0, 0, 0, False
-
-    @asynccontextmanager
-    async def ask(self, *_: object) -> AsyncIterator[BackendAnswer]:
-        self.asked += 1
-        if self.hangs:
-            await asyncio.Event().wait()
-
-        async def body() -> AsyncIterator[bytes]:
-            for piece in self.pieces:
-                yield piece
-            if self.ends:
-                raise BackendError("ended")
-
-        yield BackendAnswer(self.status, [(b"content-type", self.kind)], body())
-
-    async def health(self) -> str:
-        return "ok" if self.status == 200 else DEAD
-
-    def end(self) -> None:
-        self.dropped = True
-
-
-def answered(path: str, *stubs: Stub, method: str = "POST") -> tuple[int, bytes]:
-    """Return the status and the body with which a front of these backends answers."""
-    front = Front()
-    front.backends = engines()
-    front.backends.all = list(stubs)  # type: ignore[arg-type]
-    app = front_application(front, Keys([], ["key"]), Limits())
-    return asyncio.run(asked(app, path, b"{}", method))
-
-
-async def asked(app: Any, path: str, body: bytes, method: str = "POST") -> tuple[int, bytes]:
-    sent = list[Any]()
-
-    async def receive() -> Any:
-        if not sent.count(None):
-            sent.append(None)
-            return {"type": "http.request", "body": body}
-        return await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http", "method": method, "path": path, "root_path": "", "query_string": b"",
-        "headers": [(b"authorization", b"Bearer key")],
-    }  # fmt: skip
-    await app(scope, receive, send)
-    _, begin, *rest = sent
-    return begin["status"], b"".join(each.get("body", b"") for each in rest)
-
-
-def test_an_engine_whose_rank_has_ended_gets_no_more_requests() -> None:
-    """Its process answers at once, and would be the least busy one."""
-    dead, lives = Stub(500, b"a step failed"), Stub(200, b"{}")
-    for _ in range(3):
-        assert answered("/v1/completions", lives, dead) == (200, b"{}")
-    assert (dead.asked, dead.dropped, lives.asked) == (1, True, 3)
-    failed = Stub(500, b"of one request")
-    for health in ("ok", "", "engine_overloaded"):  # without an answer, nothing is known
-        failed.health = partial(asyncio.sleep, 0, health)  # type: ignore[method-assign]
-        assert answered("/v1/completions", failed) == (500, b"of one request")
-        assert not failed.dropped
-
-
-def test_a_request_goes_where_there_is_room() -> None:
-    """Only if no engine has room, the refusal of one is the answer."""
-    full = [Stub(503, b"full") for _ in range(3)]
-    for each in full:
-        each.health = lambda: asyncio.sleep(0, "ok")  # type: ignore[method-assign]
-    room = Stub(200, b"{}")
-    for _ in range(3):
-        assert answered("/v1/completions", *full, room) == (200, b"{}")
-    assert answered("/v1/completions", *full) == (503, b"full")
-    for place in range(4):  # the first engine that is asked, or any after it
-        stubs = [*full[:place], room, *full[place:]]
-        assert answered("/v1/completions", *stubs) == (200, b"{}")
-    assert not any(each.dropped for each in full)
-
-
-def test_a_request_ends_two_engines_at_most() -> None:
-    stubs = [Stub(200, b"{", ends=True) for _ in range(4)]
-    status, body = answered("/v1/completions", *stubs)
-    assert status == 503
-    assert b"has ended, or could not be reached" in body
-    assert sum(each.asked for each in stubs) == 2
-
-
-def test_a_stream_that_ends_in_the_middle_of_an_event() -> None:
-    """Half of an event is nothing that a client could read; before the first, another is asked."""
-    stream = "text/event-stream; charset=utf-8"
-    cut = Stub(200, b"data: 1\n", b"\ndata: 2\n\ndata: {", kind=stream, ends=True)
-    status, body = answered("/v1/completions", cut)
-    *events, error = body.removesuffix(b"\n\n").split(b"\n\n")
-    assert (status, events) == (200, [b"data: 1", b"data: 2"])
-    assert "has ended" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
-    nothing = Stub(200, b"data: {", kind=stream, ends=True)
-    whole = Stub(200, b"data: 1\n\n", b"data: [DONE]", b"\n\n", kind=stream)
-    for stubs in ((nothing, whole), (whole, nothing)):
-        assert answered("/v1/completions", *stubs) == (200, b"data: 1\n\ndata: [DONE]\n\n")
-
-
-def test_who_gives_no_answer_is_named_to_operators() -> None:
-    """Others may have changed, so that is no success; one that has ended does not count."""
-    silent, lives = Stub(200, ends=True), Stub(200, b"{}")
-    silent.number = 7
-    status, body = answered("/pause", lives, silent)
-    assert status == 500
-    assert b"engine 7 gave no answer" in body
-    assert b"of the engines, 0 did this and 7 did not" in body
-    silent.code = -9
-    assert answered("/pause", lives, silent) == (200, b"{}")
-
-
-def test_metrics_are_of_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that hangs, or whose own engine has ended, hides those of no other."""
-    monkeypatch.setattr("vllm_module.server.front._SCRAPE", 0.2)
-    lives, hangs, dead = Stub(200, b"# TYPE a\na{} 1\n"), Stub(200, b"{}"), Stub(500, b"ended")
-    hangs.hangs = True
-    status, body = answered("/metrics", hangs, dead, lives, method="GET")
-    assert (status, body) == (200, b'# TYPE a\na{engine="0",} 1\n')
-    assert dead.dropped
-    assert not hangs.dropped
-
-
-def test_changes_have_one_order_in_all_engines() -> None:
-    """Two updates at once would leave the engines with different weights."""
-    stubs = [Ordered(), Ordered()]
-    stubs[1].number = 1
-    front = Front()
-    front.backends = engines()
-    front.backends.all = list(stubs)  # type: ignore[arg-type]
-    app = front_application(front, Keys([], ["key"]), Limits())
-
-    async def both() -> None:
-        await asyncio.gather(*(asked(app, "/update_weights", body) for body in (b"1", b"2")))
-
-    asyncio.run(both())
-    assert stubs[0].order == stubs[1].order
-    assert sorted(stubs[0].order) == [b"1", b"2"]
-
-
-class Ordered(Stub):
-    """A backend that takes its time, and another time for each request."""
-
-    def __init__(self) -> None:
-        super().__init__(200, b"{}")
-        self.order: list[bytes] = []
-
-    @asynccontextmanager
-    async def ask(self, *given: Any) -> AsyncIterator[BackendAnswer]:
-        body = given[3]
-        if (body == b"1") == (self.number == 0):
-            for _ in range(9):
-                await asyncio.sleep(0)
-        self.order.append(body)
-        async with super().ask() as answer:
-            yield answer
-
-
-def test_an_adapter_of_all_engines(server: Replicated, adapter: Path) -> None:
-    """It is loaded, used, and unloaded in both, and in neither while a request uses it."""
-
-    def listed() -> set[str]:
-        return {each["id"] for _ in range(4) for each in server.ask("/v1/models")["data"]}
-
-    given = {"lora_name": "tuned", "lora_path": str(adapter)}
-    assert server.ask("/v1/load_lora_adapter", ADMIN, **given) == {"status": "loaded"}
-    body = {"model": "tuned", "prompt": "x", "max_tokens": 900, "temperature": 0}
-    for _ in range(4):
-        assert server.status("/v1/completions", **{**body, "max_tokens": 1}) == 200
-    with server.open("/v1/completions", **body, stream=True) as stream:
-        stream.readline()
-        assert server.status("/v1/unload_lora_adapter", ADMIN, lora_name="tuned") == 409
-        for _ in range(4):
-            assert server.status("/v1/completions", **{**body, "max_tokens": 1}) == 200
-    # The client has gone; its engine may still be at a step of it.
-    SUPPORT["wait_until"](
-        lambda: server.status("/v1/unload_lora_adapter", ADMIN, lora_name="tuned") == 200,
-        "it is unloaded",
-    )
-    assert "tuned" not in listed()
-    for _ in range(4):
-        assert server.status("/v1/completions", **body) == 404
-
-
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine has as many as its ranks, and no other engine has them."""
     monkeypatch.setattr(serve, "torch_device", torch.device)
@@ -541,11 +308,3 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
     names = [each["CUDA_VISIBLE_DEVICES"] for each in serve._devices(EngineRankOptions(), cuda, 2)]
     assert names == ["5", "GPU-7"]
-
-
-def test_prefixes() -> None:
-    """They are those of the bytes before each doubled length."""
-    beginning = b"x" * 600
-    assert prefixes_of(beginning + b"y" * 500)[:2] == prefixes_of(beginning)
-    assert prefixes_of(b"z" + beginning)[0] != prefixes_of(beginning)[0]
-    assert prefixes_of(b"x" * 255) == []

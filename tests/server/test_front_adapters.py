@@ -19,9 +19,9 @@ from vllm_module.server.endpoint import Keys
 from vllm_module.server.front import Front, front_application
 
 front_module: Any = importlib.import_module("vllm_module.server.front")
-SEVERAL = runpy.run_path(str(Path(__file__).with_name("test_data_parallel.py")))
-Stub: Any = SEVERAL["Stub"]
-engines = SEVERAL["engines"]
+STUBS = runpy.run_path(str(Path(__file__).with_name("stubs.py")))
+Stub: Any = STUBS["Stub"]
+engines = STUBS["engines"]
 
 
 class Holder(Stub):

@@ -18,6 +18,7 @@ from vllm_module.server import listener
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-two\r\n"
 JSON = b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
 VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+PAGE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"  # its answer is long, and fills buffers soon
 ASKED = {"prompt": "hello", "temperature": 0, "max_tokens": 40}
 SECONDS = 0.5  # that a client of these tests may take
 
@@ -73,7 +74,7 @@ def takes_nothing(connection: socket.socket) -> bytes:
     connection.settimeout(60)
     try:
         while True:
-            connection.sendall(VERSION * 100)
+            connection.sendall(PAGE * 100)
     except (ConnectionResetError, BrokenPipeError):
         return b""
 

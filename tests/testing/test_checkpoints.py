@@ -20,7 +20,8 @@ from vllm_module.testing import (
     random_weights,
     write_checkpoint,
 )
-from vllm_module.testing.checkpoints import Fused, Names, fuse
+from vllm_module.testing.checkpoints import fuse
+from vllm_module.testing.names import Fused, Names
 from vllm_module.weights import open_checkpoint
 
 

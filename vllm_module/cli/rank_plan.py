@@ -18,7 +18,7 @@ from vllm_module.config import EngineConfig
 from vllm_module.core.fill import Fill
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tree import is_typed, slots_of
+from vllm_module.core.tensors import is_typed, slots_of
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.runtime.cache.kv_cache import page_bytes
 from vllm_module.runtime.cache.state_cache import state_bytes

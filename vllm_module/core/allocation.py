@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from vllm_module.core.tree import Location, Tree, is_typed, materialized, stored_tensors
+from vllm_module.core.tensors import is_typed, materialized
+from vllm_module.core.tree import Location, Tree, stored_tensors
 from vllm_module.weights import prefer_huge_pages
 
 
@@ -34,7 +35,7 @@ class Allocation:
                 for _, tensor in stored_tensors(module):
                     (tied if tensor in seen else seen).add(tensor)
             for node in self._tree.nodes if tied else ():
-                for attr, tensor in node.tensors():
+                for attr, tensor in stored_tensors(node.module):
                     if tensor in tied:
                         self._holders.setdefault(tensor, []).append(node.location(attr))
         return self._holders.get(location.tensor, [location])

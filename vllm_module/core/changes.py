@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from vllm_module.core.tree import Location, is_typed, slots_of
+from vllm_module.core.tensors import is_typed, slots_of
+from vllm_module.core.tree import Location
 from vllm_module.parameters import Piece
 from vllm_module.weights import Weight
 from vllm_module.weights.changes import Changes

@@ -18,7 +18,8 @@ from torch import nn
 from vllm_module.base.messages import printable_name
 from vllm_module.core.fill import Fill
 from vllm_module.core.layout_of import layout_of_module, stored_part
-from vllm_module.core.tree import is_typed, loads_itself, state_of
+from vllm_module.core.tensors import is_typed
+from vllm_module.core.tree import loads_itself, state_of
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
 from vllm_module.layout import HeldBox, Layout, StoredTensorLayout

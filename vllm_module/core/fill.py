@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.core.fit import converts
-from vllm_module.core.tree import Location, is_typed, slots_of
+from vllm_module.core.tensors import is_typed, slots_of
+from vllm_module.core.tree import Location
 from vllm_module.errors import DuplicateWeightError, WeightLoadError, WeightReadError
 from vllm_module.parameters import Piece
 from vllm_module.weights import Destination, Weight, read_into

@@ -14,7 +14,8 @@ from vllm_module.base.messages import shorten
 from vllm_module.core import changes
 from vllm_module.core.report import Problem, fold
 from vllm_module.core.routes import routes_of
-from vllm_module.core.tree import Location, expected_shape, is_typed, loads_itself
+from vllm_module.core.tensors import expected_shape, is_typed
+from vllm_module.core.tree import Location, loads_itself
 from vllm_module.weights import Weight, read_into
 from vllm_module.weights.changes import Changes
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from vllm_module.core.fill import Fill
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tree import Location, Node, held_locations, is_typed, kind_of, slots_of
+from vllm_module.core.tensors import is_typed, kind_of, slots_of
+from vllm_module.core.tree import Location, Node, held_locations
 from vllm_module.errors import WeightLoadError
 from vllm_module.layout import (
     HeldBox,

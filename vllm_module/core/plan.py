@@ -16,15 +16,8 @@ from torch import nn
 from vllm_module.base.summary import Summarized, mebibytes
 from vllm_module.core.fill import Fill
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tree import (
-    LoadState,
-    Location,
-    Node,
-    is_typed,
-    kind_of,
-    modules_below,
-    state_of,
-)
+from vllm_module.core.tensors import is_typed, kind_of
+from vllm_module.core.tree import LoadState, Location, Node, modules_below, state_of
 from vllm_module.parameters import Reordered
 from vllm_module.weights import PIECE_BYTES, Weight, reader_threads, staging_buffers
 from vllm_module.weights.handle import FileHandle

@@ -22,7 +22,8 @@ from vllm_module.core.given import GivenNames, Group, Weights, described, follow
 from vllm_module.core.plan import LoadPlan, in_reading_order
 from vllm_module.core.report import LoadReport, Problem
 from vllm_module.core.state import in_progress
-from vllm_module.core.tree import Location, Node, Tree, slots_of, stored_tensors
+from vllm_module.core.tensors import slots_of
+from vllm_module.core.tree import Location, Node, Tree, stored_tensors
 from vllm_module.errors import WeightLoadError
 from vllm_module.weights import Weight
 from vllm_module.weights.changes import Changes
@@ -257,7 +258,7 @@ class Planner:
             return
         reported = set()
         for node in self.tree.nodes:
-            for attr, tensor in node.tensors():
+            for attr, tensor in stored_tensors(node.module):
                 if tensor in reported or not self._lacks(tensor):
                     continue
                 reported.add(tensor)

@@ -14,14 +14,8 @@ import torch
 from torch import nn
 
 from vllm_module.core.report import LoadReport, fold
-from vllm_module.core.tree import (
-    LoadState,
-    loads_itself,
-    locations,
-    materialized,
-    slots_of,
-    state_of,
-)
+from vllm_module.core.tensors import materialized, slots_of
+from vllm_module.core.tree import LoadState, loads_itself, locations, state_of
 from vllm_module.errors import ModelNotReadyError
 
 _NONE: frozenset[str] = frozenset()

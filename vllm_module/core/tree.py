@@ -6,9 +6,9 @@ tensors of any other module are loaded by the nearest module above that has one,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,14 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.report import LoadReport
-from vllm_module.parameters import BasevLLMParameter
+from vllm_module.core.tensors import expected_shape, slots_of
 
 if TYPE_CHECKING:
     from vllm_module.weights.digests import Digests
 
 _NO_CONVERSIONS: dict[str, Conversion] = {}
 _NOTHING_BESIDE: dict[str, str] = {}
-_WHOLE = {"": ()}  # the one slot of a tensor that is not fused
 
 
 def _device_to_load_on() -> torch.device:
@@ -151,19 +150,6 @@ class Node:
             waiting += (node._children or {}).values()
             node.routes = node._children = node._locations = None
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the module's own tensors that a checkpoint stores, each with its name."""
-        return stored_tensors(self.module)
-
-    @property
-    def made(self) -> set[str]:
-        """The names of the module's tensors that conversions compute from others."""
-        return made_by(self.conversions)
-
-    def locations(self) -> Iterator[Location]:
-        """Yield the locations of the module's own tensors that a checkpoint stores."""
-        return (self.location(attr) for attr, _ in self.tensors())
-
 
 class Location:
     """Where a tensor is: the attribute ``attr`` of the module at ``node``.
@@ -217,7 +203,7 @@ class Location:
     @property
     def is_made(self) -> bool:
         """Whether a conversion computes this tensor from another one."""
-        return self.attr in self.node.made
+        return self.attr in made_by(self.node.conversions)
 
     @property
     def conversion(self) -> Conversion | None:
@@ -347,7 +333,7 @@ def locations(root: nn.Module) -> Iterator[Location]:
     top = Node(root)
     try:
         for node in walk(top):
-            yield from node.locations()
+            yield from (node.location(attr) for attr, _ in stored_tensors(node.module))
     finally:
         top.forget_below()
 
@@ -371,32 +357,10 @@ def held_locations(top: Node) -> Iterator[Location]:
                 yield node.location(attr)
 
 
-def is_typed(tensor: torch.Tensor) -> TypeGuard[BasevLLMParameter]:
-    """Tell whether a tensor cuts out its own shard."""
-    # isinstance with a Parameter class runs Python code, which costs a load of many names time.
-    return issubclass(type(tensor), BasevLLMParameter)
-
-
-def slots_of(tensor: torch.Tensor) -> Collection[str]:
-    """Return the names of the slots of ``tensor``; a tensor that is not fused has one, ``""``."""
-    return tensor.slots if is_typed(tensor) else _WHOLE
-
-
-def kind_of(tensor: torch.Tensor) -> Hashable:
-    """Return what the pieces of a tensor depend on."""
-    values = (each if isinstance(each, Hashable) else id(each) for each in vars(tensor).values())
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, *values
-
-
 def own_slots(root: nn.Module) -> dict[str, set[str]]:
     """Return, by the local name of a tensor, every slot that ``root`` itself loads."""
     own = (each for each in locations(root) if each.node.owner.module is root)
     return {each.local: set(slots_of(each.tensor)) for each in own}
-
-
-def expected_shape(tensor: torch.Tensor, slot: str | None) -> list[int]:
-    """Return the shape of ``slot`` in a checkpoint; ``None`` means all slots as one tensor."""
-    return list(tensor.checkpoint_shape(slot) if is_typed(tensor) else tensor.shape)
 
 
 def expected_weights(root: nn.Module) -> dict[str, torch.Tensor]:
@@ -410,17 +374,3 @@ def expected_weights(root: nn.Module) -> dict[str, torch.Tensor]:
             expected[location.stored_name(slot)] = torch.empty(shape, dtype=dtype, device="meta")
         seen.add(tensor)
     return expected
-
-
-def materialized(tensor: torch.Tensor, device: torch.device) -> Any:
-    """Return a tensor of the same class, shape and strides with new memory on ``device``."""
-    if torch.is_inference_mode_enabled():  # a tensor made in it could not be written to outside
-        with torch.inference_mode(False):
-            return materialized(tensor, device)
-    if is_typed(tensor):
-        return tensor.materialize_on(device)
-    # Not empty_like: for a meta tensor it runs Python code and imports sympy, half a second.
-    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(real, requires_grad=tensor.requires_grad)
-    return real

@@ -19,7 +19,7 @@ from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tree import slots_of
+from vllm_module.core.tensors import slots_of
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.export import compressed_config
 from vllm_module.export.compressed_config import quantization_config, stored_as

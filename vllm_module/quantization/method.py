@@ -11,7 +11,8 @@ import torch
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.module import vLLMModule
-from vllm_module.core.tree import locations, slots_of
+from vllm_module.core.tensors import slots_of
+from vllm_module.core.tree import locations
 from vllm_module.distributed import TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.experts.grouped_matmul import grouped_matmul

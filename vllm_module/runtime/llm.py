@@ -27,6 +27,7 @@ from vllm_module.distributed import surrounding_stage
 from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, UnsupportedModelError
 from vllm_module.runtime.adapter_methods import AdapterMethods
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
+from vllm_module.runtime.chat_methods import ChatMethods
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.generation_config import (
     default_sampling_params,
@@ -44,7 +45,6 @@ from vllm_module.runtime.text.chat import ChatTemplate, template_text
 from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.runtime.text.tokenizer import Tokenizer
-from vllm_module.runtime.text_methods import TextMethods
 from vllm_module.runtime.weight_methods import WeightMethods
 from vllm_module.weights import resolve
 
@@ -54,7 +54,7 @@ _DTYPES: dict[Any, str] = {"half": "float16", "float": "float32"}  # vLLM's othe
 _CLOSE_TIMEOUT = 30.0  # seconds that close() waits for a step to end
 
 
-class LLM(AdapterMethods, TextMethods, EncoderMethods, Resharding, WeightMethods, Summarized):
+class LLM(AdapterMethods, ChatMethods, EncoderMethods, Resharding, WeightMethods, Summarized):
     """A loaded model that turns prompts into text, or an encoder that turns them into vectors.
 
     ``LLM("folder").generate("Once upon a time")[0].outputs[0].text``

@@ -11,7 +11,8 @@ from vllm_module.adapters.adapter import LoRALayer
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.merging import additions
 from vllm_module.build.model_source import ModelSource
-from vllm_module.core.tree import is_typed, locations
+from vllm_module.core.tensors import is_typed
+from vllm_module.core.tree import locations
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.runtime.held_file import HeldFile

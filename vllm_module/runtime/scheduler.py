@@ -7,7 +7,7 @@ from bisect import insort
 from operator import attrgetter
 
 from vllm_module.runtime.cache.allocator import Allocator
-from vllm_module.runtime.cache.page_pool import ROOT, PagePool
+from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.routed_experts import RoutedExperts
 from vllm_module.runtime.sequence import Request, Sequence
 from vllm_module.runtime.served_adapter import ServedAdapter
@@ -312,8 +312,10 @@ class Scheduler(Allocator):
         """Start a waiting sequence, with at most ``most`` tokens in the step.
 
         Unless ``reuse``, no cached pages are reused. Returns the number of tokens; it is 0, and
-        nothing has changed, if too few pages are free.
+        nothing has changed, if too few pages are free, or running sequences have other adapters.
         """
+        if sequence.request.adapter is not None and not self._adapter_fits(sequence):
+            return 0
         if not self._admit(sequence, step, reuse=reuse):
             return 0
         self.waiting.remove(sequence)
@@ -333,29 +335,6 @@ class Scheduler(Allocator):
         metrics = sequence.request.metrics
         metrics.scheduled_ts = metrics.scheduled_ts or time.monotonic()
         return count
-
-    def _admit(self, sequence: Sequence, step: Step, *, reuse: bool) -> bool:
-        """Assign pages to a waiting sequence; return whether pages for all its tokens are free."""
-        if sequence.request.adapter is not None and not self._adapter_fits(sequence):
-            return False
-        if sequence.host_pages:
-            return self._swap_in(sequence, step)
-        found = self._find_pages(sequence, reuse=reuse)
-        if found is None:
-            return False
-        reused, num_known = found
-        sequence.pages = [page for page, _ in reused]
-        self.pool.share(sequence.pages)
-        sequence.prefix = reused[-1][1] if reused else ROOT
-        sequence.num_cached_pages = len(reused)
-        size = self.pool.page_size
-        sequence.num_computed = len(reused) * size
-        if sequence.request.num_cached_tokens is None:  # later, pages may be its own
-            sequence.request.num_cached_tokens = sequence.num_computed
-        if self.has_states and self.prefix_caching:
-            ends = {num_known, (sequence.request.prompt_len - 1) // size}
-            sequence.saved_at = sorted(end * size for end in ends if end > len(reused))
-        return True
 
     def _allocate_or_preempt(self, sequence: Sequence, count: int, step: Step) -> bool:
         """Allocate, preempting the last sequences if needed; False if it was preempted itself.
@@ -391,15 +370,6 @@ class Scheduler(Allocator):
         self.preemptions += 1
         sequence.request.metrics.num_preemptions += 1
         self.running.remove(sequence)
-        pages = [page for page in sequence.pages if page >= 0]
-        stateless = not self.has_states
-        if pages and len(pages) <= self.host.free_pages and (stateless or self._free_host_states):
-            self._swap_out_state(sequence, step)
-            # ``sequence.pages`` stays: _swap_in replaces the entries that are not -1.
-            sequence.host_pages = self.host.allocate(len(pages))
-            step.pages.swapped_out += zip(pages, sequence.host_pages, strict=True)
-            self.pool.free(pages)
-            self._free_row(sequence)
-        else:
+        if not self._swap_out(sequence, step):
             self._free_pages(sequence)
         self.add(sequence)

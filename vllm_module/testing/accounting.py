@@ -11,19 +11,19 @@ from hypothesis import note
 
 from vllm_module.core.fit import absent_weight
 from vllm_module.core.module import vLLMModule
-from vllm_module.core.tree import locations, slots_of
+from vllm_module.core.tensors import slots_of
+from vllm_module.core.tree import locations
 from vllm_module.errors import DuplicateWeightError, ModelNotReadyError, WeightLoadError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import (
     CheckpointForm,
-    Names,
     Tensors,
     assert_same_state,
-    converted,
     state,
     write_checkpoint,
 )
+from vllm_module.testing.names import Names, converted
 from vllm_module.testing.sources import WatchedHandle, WatchedSource
 from vllm_module.weights import open_checkpoint
 

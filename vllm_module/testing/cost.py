@@ -20,7 +20,8 @@ from vllm_module.base.garbage import paused_gc
 from vllm_module.core.module import vLLMModule
 from vllm_module.parameters import BasevLLMParameter, Slot
 from vllm_module.testing.case import Case, law
-from vllm_module.testing.checkpoints import Names, made, made_up_weights
+from vllm_module.testing.checkpoints import made_up_weights
+from vllm_module.testing.names import Names, made
 from vllm_module.testing.sharding import experts_kept
 from vllm_module.testing.sources import WatchedSource, WatchedStream
 

@@ -17,15 +17,8 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
-from vllm_module.testing.checkpoints import (
-    Names,
-    assert_same_state,
-    made_up_weights,
-    same_bits,
-    slot_name,
-    state,
-    stored_tensors,
-)
+from vllm_module.testing.checkpoints import assert_same_state, made_up_weights, same_bits, state
+from vllm_module.testing.names import Names, slot_name, stored_tensors
 from vllm_module.testing.sources import failing_reads, failing_stream
 
 _CONTAINERS = list, dict, set

@@ -13,18 +13,8 @@ from vllm_module.core.tree import locations
 from vllm_module.errors import UnexpectedWeightError
 from vllm_module.parameters import BasevLLMParameter, Dim, Experts, Slot
 from vllm_module.testing.case import Case, law, refusal
-from vllm_module.testing.checkpoints import (
-    Names,
-    Tensors,
-    assert_same_state,
-    converted,
-    fuse,
-    made,
-    same_bits,
-    slot_name,
-    state,
-    stored_tensors,
-)
+from vllm_module.testing.checkpoints import Tensors, assert_same_state, fuse, same_bits, state
+from vllm_module.testing.names import Names, converted, made, slot_name, stored_tensors
 
 # Largest difference between sharded and unsharded outputs, relative to the largest output, because
 # sums have another order. float64 models normalize and rotate in float32.

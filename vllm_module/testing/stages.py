@@ -18,19 +18,14 @@ from vllm_module.layout import layout_of_stages, parse_layout
 from vllm_module.layout.layout_file import layout_json
 from vllm_module.testing.accounting import may_be_absent
 from vllm_module.testing.case import Case, forward, law, refusal
-from vllm_module.testing.checkpoints import (
-    CheckpointForm,
-    Names,
-    Tensors,
-    assert_same_state,
-    state,
-)
+from vllm_module.testing.checkpoints import CheckpointForm, Tensors, assert_same_state, state
 from vllm_module.testing.layouts import (
     assert_add_up,
     assert_held_as_written,
     digest_by,
     load_unprocessed,
 )
+from vllm_module.testing.names import Names
 from vllm_module.testing.sharding import assert_outputs
 from vllm_module.testing.sources import WatchedHandle, WatchedSource
 from vllm_module.weights.region import Region

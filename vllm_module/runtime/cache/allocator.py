@@ -75,6 +75,27 @@ class Allocator:
         needed = pool.pages_for(len(sequence.tokens)) - len(found)
         return None if needed + free_and_cached > pool.free_pages else (found, num_known)
 
+    def _admit(self, sequence: Sequence, step: Step, *, reuse: bool) -> bool:
+        """Assign pages to a waiting sequence; return whether pages for all its tokens are free."""
+        if sequence.host_pages:
+            return self._swap_in(sequence, step)
+        found = self._find_pages(sequence, reuse=reuse)
+        if found is None:
+            return False
+        reused, num_known = found
+        sequence.pages = [page for page, _ in reused]
+        self.pool.share(sequence.pages)
+        sequence.prefix = reused[-1][1] if reused else ROOT
+        sequence.num_cached_pages = len(reused)
+        size = self.pool.page_size
+        sequence.num_computed = len(reused) * size
+        if sequence.request.num_cached_tokens is None:  # later, pages may be its own
+            sequence.request.num_cached_tokens = sequence.num_computed
+        if self.has_states and self.prefix_caching:
+            ends = {num_known, (sequence.request.prompt_len - 1) // size}
+            sequence.saved_at = sorted(end * size for end in ends if end > len(reused))
+        return True
+
     def _swap_fits(self, sequence: Sequence) -> bool:
         """Return whether pages for all tokens of a sequence in host memory are free."""
         growth = self.pool.pages_for(len(sequence.tokens)) - len(sequence.pages)
@@ -113,12 +134,26 @@ class Allocator:
         sequence.num_writable = len(pages) * pool.page_size
         return True
 
-    def _swap_out_state(self, sequence: Sequence, step: Step) -> None:
-        """Copy a sequence's state to the host; a new sample's is that of its first sample."""
+    def _swap_out(self, sequence: Sequence, step: Step) -> bool:
+        """Move a sequence's pages and state to the host, if both are free there.
+
+        A new sample's state is that of its first sample.
+        """
+        pages = [page for page in sequence.pages if page >= 0]
+        if not pages or len(pages) > self.host.free_pages:
+            return False
         if self.has_states:
+            if not self._free_host_states:
+                return False
             sequence.host_state = heappop(self._free_host_states)
             row = self._forked.get(sequence.row, sequence.row)
             step.states.swapped_out.append((row, sequence.host_state))
+        # ``sequence.pages`` stays: _swap_in replaces the entries that are not -1.
+        sequence.host_pages = self.host.allocate(len(pages))
+        step.pages.swapped_out += zip(pages, sequence.host_pages, strict=True)
+        self.pool.free(pages)
+        self._free_row(sequence)
+        return True
 
     def _free_host(self, sequence: Sequence) -> None:
         """Free what a sequence that is swapped out has in host memory."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from vllm_module.base.messages import describe_error, shorten
+from vllm_module.base.messages import describe_error
 from vllm_module.base.waiting import at_most, until
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
@@ -29,7 +28,7 @@ from vllm_module.runtime.ranks.connections import (
     meeting_place,
     stage_of,
 )
-from vllm_module.runtime.ranks.extension import worker_class
+from vllm_module.runtime.ranks.extension import OwnCalls, worker_class
 from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.in_flight import PipelineSteps, heard_ahead
 from vllm_module.runtime.ranks.worker import Worker, check_ranks
@@ -37,7 +36,7 @@ from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import receive_weights
 
 
-class Executor(WeightChanges, PipelineSteps):
+class Executor(OwnCalls, WeightChanges, PipelineSteps):
     """Loads a model on every rank and runs each method on every rank.
 
     With more than one rank, it starts the others as processes, which end with this one. Under
@@ -203,42 +202,6 @@ class Executor(WeightChanges, PipelineSteps):
         if self._closed is not None:
             raise RuntimeError(f"the engine has ended: {self._closed}")
 
-    def apply_model(self, func: Callable[[torch.nn.Module], Any]) -> list[Any]:
-        """Call a function with every rank's model and return all results, by rank.
-
-        Raises what :meth:`collective_rpc` raises.
-        """
-        return self.collective_rpc(_call_with_model, args=(func,))
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every rank's worker, or a function of it; return all results, by rank.
-
-        Raises ``ValueError`` for a method that workers lack, and for what cannot be pickled.
-        """
-        self.check()
-        called = method, tuple(args), dict(kwargs or {})
-        if isinstance(method, str) and not callable(getattr(self.worker, method, None)):
-            raise ValueError(
-                f"workers have no method {shorten(method)}: give a function of the worker, or a "
-                "worker_extension_cls that has it"
-            )
-        if self.size == 1:
-            return [self._do("call", *called)]
-        try:
-            sent = pickle.dumps(called)
-        except Exception as error:
-            raise ValueError(
-                "what other ranks call is sent by pickle: give a function that a module defines, "
-                f"which they can import, and such arguments: {describe_error(error)}"
-            ) from None
-        return self._everywhere("call_pickled", sent, timeout=timeout)
-
     @property
     def end(self) -> str | None:
         """Reason why the engine has ended; ``None`` before."""
@@ -366,10 +329,6 @@ class Executor(WeightChanges, PipelineSteps):
             if raised is error:
                 raise
             raise raised from error
-
-
-def _call_with_model(worker: Worker, func: Callable[[torch.nn.Module], Any]) -> Any:
-    return func(worker.model)
 
 
 @cache

@@ -1,12 +1,62 @@
-"""Methods of a caller's own class on the ranks of an engine."""
+"""A caller's own functions, and methods of its own class, on the ranks of an engine."""
 
 from __future__ import annotations
 
 import importlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from vllm_module.base.messages import describe_error, shorten
 from vllm_module.runtime.ranks.worker import Worker
+
+
+class OwnCalls:
+    """The methods of an executor that call what a caller chooses."""
+
+    size: int
+    worker: Worker
+    check: Callable[[], None]
+    _do: Callable[..., Any]
+    _everywhere: Callable[..., list[Any]]
+
+    def apply_model(self, func: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        """Call a function with every rank's model and return all results, by rank.
+
+        Raises what :meth:`collective_rpc` raises.
+        """
+        return self.collective_rpc(_call_with_model, args=(func,))
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's worker, or a function of it; return all results, by rank.
+
+        Raises ``ValueError`` for a method that workers lack, and for what cannot be pickled.
+        """
+        self.check()
+        called = method, tuple(args), dict(kwargs or {})
+        if isinstance(method, str) and not callable(getattr(self.worker, method, None)):
+            raise ValueError(
+                f"workers have no method {shorten(method)}: give a function of the worker, or a "
+                "worker_extension_cls that has it"
+            )
+        if self.size == 1:
+            return [self._do("call", *called)]
+        try:
+            sent = pickle.dumps(called)
+        except Exception as error:
+            raise ValueError(
+                "what other ranks call is sent by pickle: give a function that a module defines, "
+                f"which they can import, and such arguments: {describe_error(error)}"
+            ) from None
+        return self._everywhere("call_pickled", sent, timeout=timeout)
 
 
 def worker_class(base: type[Worker], extension: type | str | None) -> type[Worker]:
@@ -55,3 +105,7 @@ def _class_at(name: str) -> type:
     if not isinstance(found, type):
         raise ValueError(f"worker_extension_cls {shorten(name)} should be a class, got {found!r}")
     return found
+
+
+def _call_with_model(worker: Worker, func: Callable[[torch.nn.Module], Any]) -> Any:
+    return func(worker.model)

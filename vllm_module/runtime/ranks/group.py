@@ -31,7 +31,7 @@ from vllm_module.runtime.ranks.connections import (
     processes_of_world,
     world,
 )
-from vllm_module.runtime.ranks.processes import Processes
+from vllm_module.runtime.ranks.processes import Processes, end_sharing, share_cores
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +44,6 @@ _GRACE = 1.0  # seconds to wait for the exit code of a process that has ended
 _RANKS_PER_CPU = 8  # limit on ranks per CPU core; tests start many
 _LEAST_LIMIT = 64  # number of ranks always allowed on a CPU, however few cores it has
 _END = 10.0  # seconds in which the other started processes end after one of them has
-
-# The sizes of engines that started ranks, and torch's number of threads before the first of them.
-_sharing: list[int] = []
-_cores = [0]
 
 
 class Ranks:
@@ -199,7 +195,7 @@ class Ranks:
         self._parted = True
         if self.rank:
             self._send_last_words(error)
-        if _is_late(error):
+        if isinstance(error, WaitLimitError) or isinstance(error.__cause__, WaitLimitError):
             return self._hung(error)
         if not _is_of_others(error):
             return error
@@ -264,7 +260,7 @@ class Ranks:
             self._cut_off()
         self._words = {}
         if self._shares_cores:
-            _end_sharing(self._shares_cores)
+            end_sharing(self._shares_cores)
         if self._owns_groups:
             for group in (self.control, self.group, self.pipe):
                 if group is not None:
@@ -317,7 +313,7 @@ class Ranks:
         self.device = own_device(self.device, 0)
         values = arguments()
         store = meeting_place(size)
-        threads = _share_cores(size)
+        threads = share_cores(size)
         self._owns_groups, self._shares_cores = True, size
         given = size, store.port, threads, *values
         self.processes = Processes(size - 1, work, given, self._abort)
@@ -371,25 +367,6 @@ def _sizes(ranks: int, stages: int) -> str:
     return f"tensor_parallel_size is {ranks // stages}{of_stages}"
 
 
-def _share_cores(size: int) -> int:
-    """Count an engine that starts ``size`` ranks, and return the number of threads of each.
-
-    The ranks of a host share its cores. This process has the threads of the largest engine, and
-    after the last one as many as before.
-    """
-    if not _sharing:
-        _cores[0] = torch.get_num_threads()
-    _sharing.append(size)
-    torch.set_num_threads(max(1, _cores[0] // max(_sharing)))
-    return max(1, _cores[0] // size)
-
-
-def _end_sharing(size: int) -> None:
-    """Undo :func:`_share_cores`."""
-    _sharing.remove(size)
-    torch.set_num_threads(max(1, _cores[0] // max(_sharing, default=1)))
-
-
 def _is_of_others(error: BaseException) -> bool:
     """Return whether ``error`` was probably caused by the failure of another rank."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -398,8 +375,3 @@ def _is_of_others(error: BaseException) -> bool:
     collective = where.startswith("torch.distributed") or where in ours
     of_torch = isinstance(error, RuntimeError) and collective
     return of_torch or isinstance(error, RankError | dist.DistError)
-
-
-def _is_late(error: BaseException) -> bool:
-    """Return whether ``error`` is about a rank that has not answered in time."""
-    return isinstance(error, WaitLimitError) or isinstance(error.__cause__, WaitLimitError)

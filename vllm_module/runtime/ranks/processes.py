@@ -1,4 +1,4 @@
-"""Child processes that all end when one of them or this process ends."""
+"""Child processes that all end when one of them or this process ends, and share its cores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 from vllm_module.errors import RankError
 from vllm_module.runtime.ranks.guard import Guard
 
 _ANSWER = 1.0  # seconds in which a process that is not stopped answers
 _GRACE = 0.1  # seconds in which other processes end for the same reason
 _TIMEOUT = 30.0  # seconds in which a busy machine removes killed processes
+
+# The sizes of engines that started ranks, and torch's number of threads before the first of them.
+_sharing: list[int] = []
+_cores = [0]
 
 
 class Processes:
@@ -166,6 +172,25 @@ class Processes:
         if not asked:
             self._release()
         self.ended.set()
+
+
+def share_cores(size: int) -> int:
+    """Count an engine that starts ``size`` ranks, and return the number of threads of each.
+
+    The ranks of a host share its cores. This process has the threads of the largest engine, and
+    after the last one as many as before.
+    """
+    if not _sharing:
+        _cores[0] = torch.get_num_threads()
+    _sharing.append(size)
+    torch.set_num_threads(max(1, _cores[0] // max(_sharing)))
+    return max(1, _cores[0] // size)
+
+
+def end_sharing(size: int) -> None:
+    """Undo :func:`share_cores`."""
+    _sharing.remove(size)
+    torch.set_num_threads(max(1, _cores[0] // max(_sharing, default=1)))
 
 
 def _main(

@@ -1,0 +1,201 @@
+"""Rows that are broken or refused, and the logprobs of the others."""
+
+from __future__ import annotations
+
+import math
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process as theirs
+
+from vllm_module.runtime.sampling import sampler
+from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.sampler import LogitsError, prompt_logprobs
+from vllm_module.runtime.sampling_params import SamplingParams
+
+# Pytest's importlib mode has no imports between test files.
+DRAWN: Any = runpy.run_path(str(Path(__file__).with_name("drawn.py")))
+GREEDY, sample, tokens, broken = (DRAWN[name] for name in ("GREEDY", "sample", "tokens", "broken"))
+order, adjust, distribution = (DRAWN[name] for name in ("order", "adjust", "distribution"))
+mixed_rows, HIDDEN = (DRAWN[name] for name in ("mixed_rows", "HIDDEN"))
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_that_are_broken_are_found(values: dict[str, Any], biased: bool) -> None:
+    """NaN of either sign, inf, and rows of only -inf are found; the other rows get their tokens."""
+    bias = {0: 1.0} if biased else None
+    rows = [Row(SamplingParams(**values, logit_bias=bias), uniform=0.3) for _ in range(6)]
+    logits = torch.randn(6, 200)
+    good = tokens(logits, rows)
+    logits[1, 150] = torch.nan
+    logits[2, 199] = -torch.tensor(torch.nan)
+    logits[3, 7] = torch.inf
+    logits[5] = -torch.inf
+    assert broken(logits, rows) == [1, 2, 3, 5]
+    assert [token.token_id for token in sample(logits, rows)] == [good[0], good[4]]
+
+
+def test_a_banned_token_is_not_chosen() -> None:
+    """Neither a bias nor the largest logit makes a banned token possible."""
+    logits = torch.tensor([[9.0, 1.0, 5.0]])
+    params = SamplingParams(temperature=0, logit_bias={0: 100.0})
+    assert tokens(logits, [Row(params)]) == [0]
+    assert tokens(logits, [Row(params, banned={0})]) == [2]
+    assert tokens(logits, [Row(params, banned=(0, 2, 2))]) == [1]
+    assert broken(logits, [Row(params, banned={0, 1, 2})]) == [0]
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([1, 5, 130, 4100]),
+    st.integers(0, 8),
+    st.integers(0, 2**32),
+    st.sampled_from([{}, {"temperature": 0}, {"logit_bias": {0: 50.0}}, {"temperature": 0.2}]),
+)
+def test_logprobs_are_those_of_the_model(
+    vocab: int, top: int, seed: int, values: dict[str, Any]
+) -> None:
+    """Entries are the raw logits' logprobs of the token and of the first tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-9, 9, (3, vocab), generator=generator).bfloat16() / 2
+    exact = logits.double().log_softmax(-1).tolist()
+    rows = [Row(SamplingParams(logprobs=top, **values), uniform=0.7)] * 2 + [Row(GREEDY)]
+    *asked, silent = sample(logits, rows)
+    assert (silent.logprob, silent.logprobs) == (None, None)
+    chosen = [token.token_id for token in asked]
+    assert [token.logprobs for token in asked] == prompt_logprobs(logits[:2], chosen, top)
+    for row, token in enumerate(asked):
+        first = order(logits[row].tolist())
+        assert token.logprobs is not None
+        assert list(token.logprobs) == list(dict.fromkeys([token.token_id, *first[:top]]))
+        for token_id, entry in token.logprobs.items():
+            # Torch adds up 4100 exponentials in float32: 2.8e-6 off in 400 draws of this size.
+            assert entry.logprob == pytest.approx(exact[row][token_id], abs=4e-6)
+            assert entry.rank == 1 + first.index(token_id)
+            assert entry.decoded_token is None
+        assert token.logprob == token.logprobs[token.token_id].logprob
+
+
+@pytest.mark.parametrize("vocab", [5, 130, 4100])
+def test_processed_logprobs_are_those_of_the_draw(vocab: int) -> None:
+    """Beside raw ones, the tokens are the same; the others have those after bans and cuts."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(24, vocab, generator=generator) * 3
+    rows = mixed_rows(vocab, 24)
+    for row in rows:
+        row.params = row.params.model_copy(update={"logprobs": 4})
+    raw = sampler.sample(logits, rows).read()
+    found = sampler.sample(logits, rows, processed=True).read()
+    compared = 0
+    for x, row, token, other in zip(logits.tolist(), rows, found, raw, strict=True):
+        assert token is not None
+        assert other is not None
+        assert token.token_id == other.token_id
+        probabilities, certain = distribution(x, row)
+        if row.params.temperature == 0:  # of which vLLM's are those of temperature 1
+            adjusted = torch.tensor(adjust(x, row), dtype=torch.float64)
+            probabilities = adjusted.softmax(-1).tolist()
+        if not certain:
+            continue
+        compared += 1
+        assert token.logprobs is not None
+        best = sorted(probabilities, reverse=True)
+        for token_id, entry in token.logprobs.items():
+            expected = probabilities[token_id]
+            assert math.exp(entry.logprob) == pytest.approx(expected, abs=1e-9, rel=1e-5)
+            assert best[entry.rank - 1] == pytest.approx(expected, abs=1e-9, rel=1e-5)
+        assert token.logprob is not None
+        assert math.isfinite(token.logprob)
+    assert compared >= 12
+
+
+@settings(max_examples=25)
+@given(
+    HIDDEN,
+    st.sampled_from([
+        ({"temperature": 0.4}, theirs.TemperatureLogitsWarper(0.4)),
+        ({"top_k": 9}, theirs.TopKLogitsWarper(9)),
+        ({"top_p": 0.7}, theirs.TopPLogitsWarper(0.7)),
+        ({"min_p": 0.05}, theirs.MinPLogitsWarper(0.05)),
+    ]),
+)  # fmt: skip
+def test_processed_logprobs_are_transformers(
+    logits: torch.Tensor, pair: tuple[dict[str, Any], Any]
+) -> None:
+    values, processor = pair
+    expected = processor(torch.zeros(1, 1, dtype=torch.long), logits.clone())[0].log_softmax(-1)
+    row = Row(SamplingParams(logprobs=20, **values), uniform=0.3)
+    (token,) = sampler.sample(logits, [row], processed=True).read()
+    assert token is not None
+    assert token.logprobs is not None
+    for token_id, entry in token.logprobs.items():
+        assert entry.logprob == pytest.approx(float(expected[token_id]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(SamplingParams(logit_bias={8: 1.0})),
+        Row(SamplingParams(repetition_penalty=2), [1, 8]),
+        Row(SamplingParams(presence_penalty=1), [1, -1], 1),
+        Row(GREEDY, banned={8}),
+    ],
+)
+def test_tokens_outside_of_the_vocabulary_are_refused(row: Row) -> None:
+    """No bias, penalty or ban can change another row's logits."""
+    with pytest.raises(ValueError, match="outside of the vocabulary of 8"):
+        sample(torch.zeros(2, 8), [row, Row(GREEDY)])
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    """Shapes, dtypes, uniforms and next tokens are checked before any token is chosen."""
+    row = Row(GREEDY)
+    for logits in (torch.zeros(8), torch.zeros(2, 8), torch.zeros(1, 0), torch.zeros(1, 8).long()):
+        with pytest.raises(ValueError, match=r"of shape \[1 rows, vocab\], and are torch"):
+            sample(logits, [row])
+    for uniform in (1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match=r"uniform should be in \[0, 1\)"):
+            Row(GREEDY, uniform=uniform)
+    with pytest.raises(ValueError, match="token 8 is outside"):
+        prompt_logprobs(torch.zeros(1, 8), [8], 1)
+    with pytest.raises(ValueError, match="2 tokens"):
+        prompt_logprobs(torch.zeros(1, 8), [1, 2], 1)
+    with pytest.raises(LogitsError, match="row 1 "):
+        prompt_logprobs(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]), [0, 0], 0)
+    assert sample(torch.zeros(0, 8), []) == []
+    assert prompt_logprobs(torch.zeros(0, 8), [], 3) == []
+
+
+def test_rows_may_ask_for_different_numbers_of_logprobs() -> None:
+    """Each row gets as many as it asked for."""
+    rows = [Row(SamplingParams(temperature=0, logprobs=count)) for count in (1, 0, 3)]
+    given = sample(torch.tensor([[0.0, 3.0, 2.0, 1.0]] * 3), rows)
+    assert [list(token.logprobs or ()) for token in given] == [[1], [1], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("params", [{"top_k": 20}, {"top_p": 0.9}], ids=str)
+def test_a_nan_with_a_sign_ends_its_own_row_alone(params) -> None:
+    """A NaN that sorts below everything leaves the other rows their tokens."""
+    logits = torch.zeros(2, 50257)
+    logits[1, : 63 * 64] = -torch.tensor(torch.nan)
+    logits[1, -17:] = 1
+    rows = [Row(SamplingParams(seed=1, **params), uniform=0.5) for _ in range(2)]
+    assert broken(logits, rows) == [1]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-300, 3e38])
+def test_processed_logprobs_of_extreme_temperatures(temperature: float) -> None:
+    """The quotient of a logit and a small temperature has no float32."""
+    params = SamplingParams(logprobs=2, temperature=temperature)
+    row = Row(params, uniform=0.3)
+    (token,) = sampler.sample(torch.tensor([[5.0, 3.0, -2.0]]), [row], processed=True).read()
+    assert token is not None
+    assert token.logprobs is not None
+    drawn = token.logprobs[token.token_id].logprob
+    assert drawn == pytest.approx(math.log(1 / 3) if temperature > 1 else 0.0)

@@ -1,0 +1,166 @@
+"""URLs, and what else says where a store is: the hub, proxies, netrc."""
+
+from __future__ import annotations
+
+import base64
+import runpy
+import shutil
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from vllm_module import ModelConfig
+from vllm_module.build.model_source import ModelSource
+from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights.source import find_source
+
+# Pytest's importlib mode has no imports between test files.
+STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
+web, state, same, refused = (STORES[name] for name in ("web", "state", "same", "refused"))
+opened = STORES["opened"]
+URLS = {
+    "s3://user:HIDDEN@bucket/folder": "user name or password.*AWS_ACCESS_KEY_ID",
+    "https://user:HIDDEN@host/folder": "user name or password.*netrc",
+    "https://host/folder?token=HIDDEN": r"a query \(\?\)",
+    "az://bucket/folder#HIDDEN": "fragment",
+    "s3://": "expected s3://bucket/folder",
+    "https:///folder": "expected https://host/folder",
+    "https://host:port/folder": "host or port",
+    "https://host/a/../b": "is empty, '.' or '..'",
+    "s3://bucket/a//b": "is empty, '.' or '..'",
+    "hf://owner": "expected hf://owner/name",
+    "hf://owner/name@": "expected hf://owner/name",
+    "hf://owner/name/file": "expected hf://owner/name",
+    "https://host/a\nb": "printable characters",
+}
+
+
+@pytest.mark.parametrize(("url", "message"), URLS.items())
+def test_a_url_that_is_not_valid_is_refused(url: str, message: str) -> None:
+    """The refusal says what is expected, and shows no secret."""
+    with pytest.raises(CheckpointFormatError, match=message) as error:
+        find_source(url)
+    assert "HIDDEN" not in str(error.value)
+
+
+def test_what_a_store_cannot_do_is_refused(server: Any) -> None:
+    """A format of local folders, a revision outside of the hub, and two revisions."""
+    with pytest.raises(CheckpointFormatError, match=r"'dcp' is read from a local .* several requ"):
+        find_source(web(server), load_format="dcp")
+    with pytest.raises(CheckpointFormatError, match="only the hub has revisions"):
+        find_source(web(server), "main")
+    with pytest.raises(CheckpointFormatError, match="revision 'a', and the argument for 'b'"):
+        find_source("hf://owner/name@a", "b")
+
+
+def test_obstore_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket without the library names the extra to install."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ImportError, match=r"vllm-module\[stores\]"):
+        find_source("s3://bucket/folder")
+
+
+@pytest.mark.parametrize("proxy", ["http://me:HIDDEN@h:abc", "http://me:HIDDEN@", "http://[h"])
+def test_a_proxy_that_is_not_valid_is_refused(
+    server: Any, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    """The error names the variable, and not the password in it."""
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("no_proxy", "")
+    assert "correct http_proxy" in refused("http://inside.invalid/model")
+
+
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def hub(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Patch the hub: small files are in its cache, and weights redirect to another host."""
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / COMMIT
+    shutil.copytree(
+        server.folder / "model", snapshot, ignore=shutil.ignore_patterns("*.safetens*s")
+    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **given: str(snapshot))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    server.expired = {}  # by query, the status that it gets
+
+    def fault(handler: Any) -> bool:
+        path, _, query = handler.path.partition("?")
+        prefix = f"/owner/name/resolve/{COMMIT}/"
+        if path.startswith(prefix):
+            number = server.counts[handler.path]
+            other = f"http://localhost:{server.server_port}/model/{path.removeprefix(prefix)}"
+            handler.answer(302, Location=f"{other}?signature={number}")
+            return True
+        if query in server.expired:
+            handler.answer(server.expired[query])
+            return True
+        handler.path = path
+        return False
+
+    server.fault = fault
+    return server
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_the_hub_is_read_by_ranges(hub: Any, local: Any, status: int) -> None:
+    """A commit is pinned; the token goes to the hub alone; an expired target is asked for anew."""
+    given = ModelConfig(model="hf://owner/name@main", hf_token="hf_HIDDEN")
+    found = ModelSource.find(given)
+    assert found.revision == COMMIT
+    assert COMMIT in repr(found.source)
+    assert "HIDDEN" not in repr(found)
+    with found.open() as checkpoint:
+        hub.expired["signature=1"] = status
+        model = found.build(torch.device("cpu"))
+        model.load_weights(checkpoint.items())
+    assert same(model.state_dict(), local[0][0])
+    tokens = {
+        (headers["Host"].split(":")[0], headers.get("Authorization")) for _, headers in hub.requests
+    }
+    assert tokens == {("127.0.0.1", "Bearer hf_HIDDEN"), ("localhost", None)}
+    asked = sum(path.startswith("/owner") for path, _ in hub.requests)
+    assert asked < 40 < len(hub.requests)  # one for each range would be more
+
+
+def test_netrc_is_sent_to_its_host(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry of a server authenticates each request to it."""
+    path = tmp_path / ".netrc"
+    path.write_text("machine 127.0.0.1 login me password HIDDEN\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    opened(web(server)).close()
+    value = "Basic " + base64.b64encode(b"me:HIDDEN").decode()
+    assert {headers.get("Authorization") for _, headers in server.requests} == {value}
+
+
+@pytest.mark.parametrize(
+    "user", ["", "me:HIDDEN@", "me%40host:a%2Fb%3Ac@", "m%C3%A9:%20@"], ids=str.__str__
+)
+def test_a_proxy_of_the_environment_is_asked(
+    server: Any, monkeypatch: pytest.MonkeyPatch, local: Any, user: str
+) -> None:
+    """A host that only a proxy knows is read through it, and urllib tells the proxy the same."""
+    monkeypatch.setenv("http_proxy", server.url.replace("//", f"//{user}"))
+    monkeypatch.setenv("no_proxy", "")
+
+    def fault(handler: Any) -> bool:
+        handler.path = handler.path.removeprefix("http://inside.invalid")
+        return False
+
+    server.fault = fault
+    assert same(state("http://inside.invalid/model"), local[0][0])
+    asked = {headers.get("Proxy-Authorization") for _, headers in server.requests}
+    server.requests.clear()
+    urllib.request.build_opener().open("http://inside.invalid/model/config.json").close()
+    ((_, theirs),) = server.requests
+    assert asked == {theirs.get("Proxy-Authorization")}

@@ -1,0 +1,171 @@
+"""Stores that answer late, slowly or not at all."""
+
+from __future__ import annotations
+
+import runpy
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_module.weights.stores import http_client, http_connection, store
+from vllm_module.weights.stores.client import BusyError
+from vllm_module.weights.stores.place import parse
+
+# Pytest's importlib mode has no imports between test files.
+STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
+FILE, web, state, busy = (STORES[name] for name in ("FILE", "web", "state", "busy"))
+always, refused = (STORES[name] for name in ("always", "refused"))
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the pauses between requests, which take no time here; the clock runs with them."""
+    found: list[float] = []
+    monkeypatch.setattr(store.Store, "_wait", lambda _, seconds: found.append(seconds))
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: 100 + sum(found)))
+    monkeypatch.setattr(store, "_FIRST_DELAY", 0.1)
+    return found
+
+
+def test_requests_end_at_the_deadline(server: Any, kind: Any, pauses: list[float]) -> None:
+    """The pauses double up to a limit; then one error has the URL, the tries and the reason."""
+    url = kind(server, busy(503))
+    text = refused(url)
+    assert url in text
+    assert f"in {len(pauses) + 1} tries" in text
+    assert "503" in text
+    assert 50 < sum(pauses) <= store.RETRY_SECONDS
+    delays = [0.1 * 2**number for number in range(7)] + [8.0] * 20
+    assert all(delay / 2 <= pause <= delay for pause, delay in zip(pauses, delays, strict=False))
+
+
+@pytest.mark.parametrize("after", ["17", "Sun, 01 Jan 2040 00:00:00 GMT"])
+def test_retry_after_is_waited_for_until_the_deadline(
+    server: Any, pauses: list[float], after: str
+) -> None:
+    """Seconds within the deadline are waited for, a date beyond it ends the request at once."""
+    text = refused(web(server, busy(429, Retry_After=after)))
+    assert pauses == ([17.0] * 3 if after == "17" else [])
+    assert "asks to wait" in text
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/m", "https://no-such-host.invalid/m"])
+def test_an_unreachable_server_is_refused_at_once(
+    server: Any, pauses: list[float], url: str
+) -> None:
+    """A port that nobody listens on, and a name that is not found, are not tried again."""
+    assert "check the URL and the network" in refused(url)
+    assert pauses == []
+
+
+@pytest.mark.parametrize("url", ["http://a..b/m", "http://" + "a" * 64 + ".org/m"])
+def test_a_host_that_no_name_server_knows_is_refused(
+    server: Any, pauses: list[float], url: str
+) -> None:
+    """A label of a host that is empty or too long is an error with the URL."""
+    assert "its host is not valid" in refused(url)
+    assert pauses == []
+
+
+SLOW = {
+    "a body": "206 Partial\r\nContent-Range: bytes 0-511/9999\r\nContent-Length: 512\r\n\r\n",
+    "a body without a length": "206 Partial\r\nContent-Range: bytes 0-511/9999\r\n\r\n",
+    "an answer that is to come": "",
+    "trailers": "206 Partial\r\nContent-Range: bytes 0-0/1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    "1\r\nx\r\n0\r\n",
+    "the body of an error": "404 Missing\r\nContent-Length: 512\r\n\r\n",
+    "a header": "206 Partial\r\nX: ",
+}
+PIECES = {"an answer that is to come": b"HTTP/1.1 100 Continue\r\n\r\n", "trailers": b"A: b\r\n"}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_request_ends_however_slowly_its_answer_comes(
+    server: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What comes piece by piece, without an end, is not waited for longer than one request may."""
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(http_connection, "_REQUEST_SECONDS", 0.05)
+    pause = threading.Event()
+
+    def drip(handler: Any) -> None:
+        handler.wfile.write(f"HTTP/1.1 {SLOW[what]}".encode() if SLOW[what] else b"")
+        for _ in range(400):  # ends when the client has closed the connection
+            handler.wfile.write(PIECES.get(what, b"x"))
+            pause.wait(0.005)
+
+    begin = time.monotonic()
+    text = refused(web(server, always(drip)))
+    assert "its answer did not end in 0.05 s" in text
+    assert time.monotonic() - begin < 1
+
+
+def test_a_file_that_is_cut_off_by_the_deadline_is_not_whole(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose length is not told ends with its connection, but not with its deadline."""
+    monkeypatch.setattr(http_connection, "_REQUEST_SECONDS", 0.05)
+    done = threading.Event()
+
+    def fault(handler: Any) -> bool:
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
+        done.wait(5)
+        return True
+
+    client = http_client.web_client(parse(web(server, fault)))
+    with pytest.raises(BusyError, match="did not end"):
+        client.fetch("config.json", 100)
+    done.set()
+
+
+def test_closing_ends_requests_under_way(server: Any) -> None:
+    """A request whose answer does not come ends when its store is closed."""
+    asked, done = threading.Event(), threading.Event()
+
+    def fault(handler: Any) -> bool:
+        asked.set()
+        return done.wait(5)
+
+    client = http_client.web_client(parse(web(server, fault)))
+    with ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(client.read, FILE, 0, memoryview(bytearray(8)))
+        assert asked.wait(5)
+        client.close()
+        assert "the store was closed" in str(reading.exception(timeout=2))
+        done.set()
+
+
+@pytest.mark.parametrize("silent", ["config.json", FILE])
+def test_an_interrupt_ends_a_load_whose_store_is_silent(
+    server: Any, kind: Any, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is raised while answers are waited for, whichever thread the signal is sent to."""
+    done = threading.Event()
+    waited: list[bool] = []
+
+    def elsewhere() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    def fault(handler: Any) -> bool:
+        begins = silent == FILE and (handler.headers["Range"] or "").startswith("bytes=0-")
+        if silent not in handler.path or begins:
+            return False
+        if not waited:
+            threading.Thread(target=elsewhere).start()
+        waited.append(done.wait(10))
+        return True
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            state(kind(server, fault))
+        assert not waited or all(waited), "the answers were waited for"
+    finally:
+        done.set()
+        signal.signal(signal.SIGINT, before)
