@@ -190,10 +190,10 @@ def _serve_by_several(
     with ExitStack() as stack:
         app = partial(front_application, state)
         listener = stack.enter_context(_listening_with(app, options, files=2))
-        backends = Backends([sys.executable, "-c", START, *arguments], BACKEND, environments)
-        stack.callback(backends.close)
         stopped = Event()
         with _stopping(stopped.set), working(f"loading {options.data_parallel_size} engines"):
+            backends = Backends([sys.executable, "-c", START, *arguments], BACKEND, environments)
+            stack.callback(backends.close)
             failed = backends.until_ready(stopped)
         if stopped.is_set():
             return
