@@ -85,7 +85,8 @@ def send_boxes(
             part = each.box(number)
             for box, view, values in held[each.name]:
                 if (at := place(box, view, part, each.route.view)) is not None:
-                    return values.as_strided(at.shape, at.strides, at.offset)
+                    begin = values.storage_offset() + at.offset  # a shard may be a view of more
+                    return values.as_strided(at.shape, at.strides, begin)
             raise AssertionError(f"{each.name}: the plan takes {part} from rank {rank}")
 
         parts = moving.stage(batch, GATHERED, read)
