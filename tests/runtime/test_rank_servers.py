@@ -63,7 +63,7 @@ def ports(server: Any) -> list[int]:
 
 
 def test_each_rank_sends_what_it_holds(folder: Path, server: Any) -> None:
-    """Of rows and of columns, and nothing that a reader does not keep; the file itself is unread."""
+    """Of rows and of columns, and nothing that a reader does not keep; the file is not read."""
     stored = load_file(folder / "model.safetensors")
     with opened(server.url) as checkpoint:
         whole, ranked = checkpoint._files[0], [file for file, _ in checkpoint._ranks]
@@ -96,8 +96,8 @@ def test_a_rank_of_a_reader_reads_what_it_keeps(
     parameters = loaded(server.url, 1, 2)
     assert same(parameters, loaded(folder, 1, 2))
     (checkpoint,) = kept
-    unique = {each.data_ptr(): each.nbytes for each in parameters.values()}  # one is tied
-    assert checkpoint.bytes_read == sum(unique.values())
+    padding = 4 * 32 * 4  # rows of the vocabulary, to 64
+    assert checkpoint.bytes_read == sum(each.nbytes for each in parameters.values()) - padding
     first, second = (file.bytes_read for file, _ in checkpoint._ranks)
     norms = sum(each.nbytes for each in parameters.values() if each.dim() == 1)
     assert (first, second) == (norms, checkpoint.bytes_read - norms)
@@ -137,7 +137,6 @@ def test_no_mixture_of_versions_is_read(
     assert torch.equal(loaded(server.url)[name], norm + 1)
 
     def open_and_update(*arguments: Any) -> Any:
-        found = ranks.StoredBytes
         llm.update_weights({name: norm})
         return open_file(*arguments)
 
@@ -171,7 +170,7 @@ def test_servers_end_together_and_the_first_rank_has_all(folder: Path, llm: LLM)
     with llm.serve_weights(token=TOKEN) as server:
         first, second = ports(server)
     for port in (first, second):
-        with pytest.raises(OSError):
+        with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 1)
 
 

@@ -47,6 +47,6 @@ def serve_boxes(worker: Worker, host: str, token: str) -> int:
 
 
 def end_boxes(worker: Worker, ports: Sequence[int]) -> None:
-    """End the server of :func:`serve_boxes`; ``ports`` are those of all ranks."""
-    if worker.rank:
-        worker.servers.pop(ports[worker.rank]).close()
+    """End the server of :func:`serve_boxes`, if it goes on; ``ports`` are those of all ranks."""
+    if (server := worker.servers.pop(ports[worker.rank], None)) is not None:
+        server.close()

@@ -13,7 +13,7 @@ from vllm_module.weights.handle import FileHandle, check_destination, copy_weigh
 from vllm_module.weights.region import Box, Region, whole
 
 
-class Chunk(NamedTuple):
+class TensorChunk(NamedTuple):
     """A box of a tensor: its start, its shape, and a function that returns its handle."""
 
     offsets: Sequence[int]
@@ -39,7 +39,7 @@ class ChunkedHandle:
         name: str,
         dtype: torch.dtype,
         sizes: torch.Size,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[TensorChunk],
         folder: Path,
         box: Box | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ import torch
 from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import WeightReadError
 from vllm_module.weights.checkpoint import Checkpoint
-from vllm_module.weights.chunked_handle import Chunk, ChunkedHandle
+from vllm_module.weights.chunked_handle import ChunkedHandle, TensorChunk
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.folder_files import FolderFiles
 from vllm_module.weights.handle import FileHandle
@@ -107,7 +107,9 @@ class _Chunked(WeightFile):
         tensor = self._tensors[name]
         dtype: torch.dtype = getattr(torch, tensor.dtype.name)
         chunks = [
-            Chunk(tuple(each.offsets), tuple(each.shape), partial(self.part, name, tensor, each))
+            TensorChunk(
+                tuple(each.offsets), tuple(each.shape), partial(self.part, name, tensor, each)
+            )
             for each in tensor.chunks
         ]
         return ChunkedHandle(name, dtype, torch.Size(tensor.shape), chunks, self.path.parent)

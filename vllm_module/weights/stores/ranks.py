@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError, WeightReadError
-from vllm_module.weights.chunked_handle import Chunk, ChunkedHandle
+from vllm_module.weights.chunked_handle import ChunkedHandle, TensorChunk
 from vllm_module.weights.header import Entry
 from vllm_module.weights.region import overlap
 from vllm_module.weights.stores.checkpoint import StoredCheckpoint, open_file
@@ -137,9 +137,9 @@ def _answers(host: str, port: int) -> bool:
 
 def _covered(
     tensors: Mapping[str, WeightFile], ranks: Sequence[WeightFile]
-) -> Iterator[tuple[str, list[Chunk]]]:
+) -> Iterator[tuple[str, list[TensorChunk]]]:
     """Yield each tensor of which the ranks' boxes have every element once."""
-    boxes: dict[str, list[tuple[Chunk, Entry]]] = {}
+    boxes: dict[str, list[tuple[TensorChunk, Entry]]] = {}
     for file in ranks:
         for key, entry in file.entries.items():
             if (found := _BOX.fullmatch(key)) is None:
@@ -147,7 +147,7 @@ def _covered(
                     f"{printable(file.path)} has a tensor that is no box of another. {_ASK_AGAIN}"
                 )
             start = tuple(map(int, found[2].split(",")))
-            chunk = Chunk(start, entry.shape, partial(file.__getitem__, key))
+            chunk = TensorChunk(start, entry.shape, partial(file.__getitem__, key))
             boxes.setdefault(found[1], []).append((chunk, entry))
     for name, of_tensor in boxes.items():
         if name not in tensors:
