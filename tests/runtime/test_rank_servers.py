@@ -163,10 +163,14 @@ def test_servers_end_together_and_the_first_rank_has_all(folder: Path, llm: LLM)
     """A rank that cannot be reached is no reason to fail; after ``close`` no port answers."""
     with llm.serve_weights(token=TOKEN) as server:
         first, second = ports(server)
+        with opened(server.url) as checkpoint:
+            fingerprint = checkpoint.fingerprint
         with llm.engine.alone():
             llm.executor.collective_rpc(end_boxes, args=([first, second],))
         with opened(server.url) as checkpoint:
             assert type(checkpoint) is not ranks.RankedCheckpoint
+            # So ranks that read in different ways have the same checkpoint.
+            assert checkpoint.fingerprint == fingerprint
         assert loaded(server.url).keys() == loaded(folder).keys()
     with llm.serve_weights(token=TOKEN) as server:
         first, second = ports(server)

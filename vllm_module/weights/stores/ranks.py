@@ -51,10 +51,19 @@ class RankedCheckpoint(StoredCheckpoint):
     def __init__(
         self, store: Store, files: _Opened, load_format: str, stores: list[Store], ranks: _Opened
     ) -> None:
-        super().__init__(store, files, load_format)
-        self._stored = [*files, *ranks]
+        super().__init__(store, files, load_format)  # the fingerprint is of these files alone
         self._stores, self._ranks = stores, ranks
         self._chunks = dict(_covered(self._owner, [file for file, _ in ranks]))
+
+    @property
+    def bytes_requested(self) -> int:
+        """Bytes that were requested so far from all ranks, headers and gaps included."""
+        return super().bytes_requested + sum(stored.bytes_requested for _, stored in self._ranks)
+
+    @property
+    def requests(self) -> int:
+        """How many requests were made, without those that were tried again."""
+        return super().requests + sum(stored.requests for _, stored in self._ranks)
 
     @property
     def bytes_read(self) -> int:
