@@ -220,12 +220,14 @@ class _Moving:
         senders = [peer for peer in self._peers[stage] if peer in coming]
         heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in senders}
         values: _Values = {}
+        comes: list[tuple[int, Any]] = []
         sent: list[tuple[int, Any]] = []
         of: dict[str, Any] = {"group": self.group, "tag": tag}
         limit = timedelta(seconds=self.timeout)
         peer = self.rank
         try:
-            comes = [(peer, dist.irecv(head, group_src=peer, **of)) for peer, head in heads.items()]
+            for peer, head in heads.items():
+                comes.append((peer, dist.irecv(head, group_src=peer, **of)))
             for peer in self._peers[stage]:
                 if boxes := going.get(peer):
                     memory = torch.cat([_bytes(read(each, number)) for each, number in boxes])
