@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PYTHON = os.environ.get("CLIENTS_PYTHON", "")  # see tests/server/test_clients.py
 PRINTS = {
     "own_model": r"generated \[(\d+, ){7}\d+\]",
     "online_fp8": r"layers\.0\.mlp\.gate_up_proj\.weight +torch\.float8_e4m3fn",
@@ -40,8 +41,30 @@ def test_an_example_runs(name: str) -> None:
     assert re.search(PRINTS[name], done.stdout), done.stdout
 
 
+@pytest.mark.skipif(not PYTHON, reason="CLIENTS_PYTHON names no interpreter")
+def test_trl_trains_what_an_engine_generates(tmp_path: Path) -> None:
+    """The reward rises to its most, and the engine has the weights of each of the steps."""
+    # Not the root, where models/ and kernels/ would hide packages.
+    (tmp_path / "vllm_module").symlink_to(EXAMPLES.parent / "vllm_module")
+    done = subprocess.run(
+        [PYTHON, EXAMPLES / "grpo.py"],
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"^reward ([\d. ]+)\n.* at most (\S+) apart$", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    rewards = [float(each) for each in found[1].split()]
+    assert max(rewards[:3]) < 0.6
+    assert min(rewards[-5:]) > 0.95
+    assert float(found[2]) < 1e-4
+
+
 def test_every_example_is_listed_and_run() -> None:
-    """The folder's README has a line for each example, and so has the table above."""
+    """The folder's README has a line for each example, and there is a test of each above."""
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"small_checkpoint"}
     listed = re.findall(r"`python examples/(\w+)\.py`", (EXAMPLES / "README.md").read_text())
-    assert names == set(listed) == set(PRINTS)
+    assert names == set(listed) == {*PRINTS, "grpo"}

@@ -171,7 +171,11 @@ def test_served_weights(tuned: Callable[[str], Any]) -> None:
     """A server does not send what it has kept of a tensor from before."""
     one = tuned("gpt_oss")
     with start(one.base) as llm, llm.serve_weights() as server:
-        tensor = next(each for each in server._file._tensors if "experts.gate_up" in each.name)
+        tensor = next(
+            each
+            for each in server._files["model.safetensors"]._tensors
+            if "experts.gate_up" in each.name
+        )
         assert not tensor.by_rows  # such a tensor is kept
         llm.load_adapter("a", one.adapter)
 
@@ -183,7 +187,7 @@ def test_served_weights(tuned: Callable[[str], Any]) -> None:
         before = sent()
         llm.merge_adapter("a")
         after = sent()
-        held = server._file.take(tensor.name)
+        held = server._files["model.safetensors"].take(tensor.name)
     assert after == held.numpy().tobytes() != before
 
 

@@ -1,10 +1,11 @@
 """What it costs to load an engine from an engine, and the engine that it is loaded from.
 
-    python tests/bench/replica.py [--rounds 5] [--out FILE]
+    python tests/bench/replica.py [--rounds 5] [--ranks 1] [--out FILE]
 
 A process of one thread loads a checkpoint of the 58M shape of ``engine.py``, from its folder and
 from an engine that serves it, in turns: its seconds, and the tokens a second of that engine, which
 generates with one thread meanwhile. So the processors do as much in both. Bits are compared first.
+An engine of several ranks is loaded from by its first rank alone, too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ def load(model):
                       device_config=DeviceConfig(device="cpu"))
     return time.perf_counter() - begin, built
 
+from vllm_module.weights.stores import ranks
+answers = ranks._answers
+
 for line in sys.stdin:
-    seconds, built = load(line.strip())
+    way, model = line.split()
+    ranks._answers = (lambda *_: False) if way == "first" else answers
+    seconds, built = load(model)
     digest = hashlib.sha256()
     for tensor in built.parameters():
         digest.update(tensor.detach().numpy())
@@ -58,11 +64,11 @@ class Loader:
             text=True, env=environment,
         )  # fmt: skip
 
-    def load(self, model: str) -> tuple[float, str]:
+    def load(self, way: str, model: str) -> tuple[float, str]:
         """Return the seconds of a load, and the digest of what was loaded."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(model, file=self._process.stdin, flush=True)
+        print(way, model, file=self._process.stdin, flush=True)
         seconds, digest = self._process.stdout.readline().split()
         return float(seconds), digest
 
@@ -99,13 +105,13 @@ def measure(llm: LLM, ways: dict[str, str], token: str, rounds: int) -> dict[str
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     try:
-        digests = {loader.load(model)[1] for model in ways.values()}
+        digests = {loader.load(name, model)[1] for name, model in ways.items()}
         assert len(digests) == 1, "the loads differ"
         for _ in range(rounds):
             for name, model in ways.items():
                 begin, before = time.perf_counter(), busy.tokens
                 while time.perf_counter() - begin < 6:
-                    seconds[name].append(loader.load(model)[0])
+                    seconds[name].append(loader.load(name, model)[0])
                 rates[name].append((busy.tokens - before) / (time.perf_counter() - begin))
     finally:
         busy.close()
@@ -120,6 +126,7 @@ def measure(llm: LLM, ways: dict[str, str], token: str, rounds: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -128,10 +135,13 @@ def main() -> None:
         folder = write_qwen3(Path(directory) / "base", values=plausible, **SHAPES["58M"])
         with (
             LLM(str(folder), dtype="float32", max_model_len=64, max_num_seqs=8,
-                kv_cache_memory_bytes=1 << 27, skip_tokenizer_init=True) as llm,
+                kv_cache_memory_bytes=1 << 27, skip_tokenizer_init=True,
+                tensor_parallel_size=given.ranks) as llm,
             llm.serve_weights() as server,
         ):  # fmt: skip
             ways = {"folder": str(folder), "replica": server.url}
+            if given.ranks > 1:
+                ways["first"] = server.url
             result = measure(llm, ways, server.token, given.rounds)
     for name, each in result["seconds"].items():
         rates = result["tokens_per_second"][name]

@@ -76,3 +76,15 @@ def test_what_an_engine_serves_is_whole(directory: Path, name: str, ranks: int) 
             assert re.search(SAID[fault], whole, re.DOTALL), outcomes
             if fault in WHOLE:
                 assert outcomes[0]["tokens"]
+
+
+def test_boxes_are_gathered_and_relayed(directory: Path) -> None:
+    """Each rank of a host gets its columns, through one rank of its host and one of the other's."""
+    folder = directory / "boxes_by_hosts"
+    notes = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(8)]
+    (gathered, sent, relayed), *_ = (note["returned"] for note in notes[:4])
+    assert {(one // 2, other // 2) for one, other in gathered} == {(0, 0), (1, 1)}
+    assert {(one // 2, other // 2) for one, other in sent} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {(one // 2, other // 2) for one, other in relayed} == {(0, 0), (1, 1)}
+    for note in notes[4:]:
+        assert note["returned"] == dict.fromkeys(("w0", "w1", "w2", "w3"), True)

@@ -22,7 +22,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from vllm_module.cooperative import receive_boxes, send_boxes
-from vllm_module.layout import TransferPlan, layout_of_shards, parse_layout
+from vllm_module.layout import (
+    StoredTensorLayout,
+    TransferPlan,
+    layout_of_shards,
+    parse_layout,
+    rows,
+)
 from vllm_module.layout.layout_file import layout_json
 from vllm_module.weights import receive_weights, send_weights
 from vllm_module.weights.changes import find_changes
@@ -233,3 +239,26 @@ def boxes_that_fail(directory: Path, rank: int) -> Any:
         each.end()
     llm.close()
     return outcomes
+
+
+@scenario(8)
+def boxes_by_hosts(directory: Path, rank: int) -> Any:
+    """Rows of four ranks are joined on hosts of two, and go once to each host of two others."""
+    dist.init_process_group("gloo")
+    whole = {f"w{at}": torch.arange(at * 96, at * 96 + 96.0).view(16, 6) for at in range(4)}
+    entries = [StoredTensorLayout(name, (16, 6), "float32", name, 0) for name in whole]
+    source = layout_of_shards(entries, 4, lambda _, shape, at: rows(shape, at, 4))
+    columns = [((0, 3 * (at // 2)), (16, 3)) for at in range(4)]
+    target = layout_of_shards(entries, 4, lambda _, __, at: columns[at])
+    plan = TransferPlan(source, target, source_node=2, target_node=2, most=2)
+    stages = [sorted({(each.source, each.target) for each in of}) for of in plan.messages]
+    batch = {"bucket_bytes": 2 * 16 * 6 * 4}  # two of the four tensors
+    if rank < 4:
+        shards = {name: each[4 * rank : 4 * rank + 4] for name, each in whole.items()}
+        send_boxes(plan, source, shards, **batch)
+        return stages
+    (_, first), _ = columns[rank - 4]
+    return {
+        name: torch.equal(tensor[:, first : first + 3], whole[name][:, first : first + 3])
+        for name, tensor in receive_boxes(plan, **batch)
+    }

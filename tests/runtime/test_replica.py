@@ -10,7 +10,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,12 +295,9 @@ def test_digests_of_the_files_are_not_served(folders: dict[str, Path], tmp_path:
     """An update makes them those of other weights."""
     folder = shutil.copytree(folders["llama"], tmp_path / "model")
     (folder / "digests.json").write_text("{}")
-    served = replica.WeightServer(
-        SimpleNamespace(size=1), folder, SimpleNamespace(weight_version="0"), "127.0.0.1", 0, TOKEN
-    )  # type: ignore[arg-type]
-    with served:
-        assert served.size_of("config.json")
-        assert served.size_of("digests.json") is None
+    served = replica.small_files(folder)
+    assert served["config.json"]
+    assert "digests.json" not in served
 
 
 def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:

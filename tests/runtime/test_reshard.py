@@ -247,7 +247,7 @@ def test_a_failure_leaves_the_engine_as_it_was(
             with pytest.raises(RankError, match=r"rank 1 .* was killed by signal 9"):
                 llm.reshard(2)
         with monkeypatch.context() as patch, goes_on(llm):
-            patch.setattr(replica.HeldFile, "read", _fail)
+            patch.setattr(replica.ServedFile, "read", _fail)
             with pytest.raises(WeightLoadError, match="409"):
                 llm.reshard(2)
 

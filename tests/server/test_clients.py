@@ -3,6 +3,7 @@
 They want packages beside which this project's do not install, so they run in an interpreter of
 their own: ``CLIENTS_PYTHON=/path/of/venv/bin/python pytest tests/server/test_clients.py``, after
 ``pip install litellm langchain-openai trl requests guidellm 'lm_eval[api]' accelerate peft`` there.
+tests/test_examples.py runs this package there, too, which also wants ``triton pydantic typer``.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_module.errors import WeightReadError
 from vllm_module.weights import buckets
 from vllm_module.weights.changes import Changes
-from vllm_module.weights.packing import PackedTensor, aligned
+from vllm_module.weights.packing import PackedTensor, aligned, gaps_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 
@@ -33,6 +34,26 @@ def test_anything_may_follow_anything(dtype: torch.dtype, before: int, count: in
     assert count != 0 or place.nbytes == 0
     assert memory[: place.start].eq(7).all()
     assert memory[place.start + place.nbytes :].eq(7).all()
+
+
+@pytest.mark.parametrize("most", [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31])
+def test_indices_are_steps_of_the_fewest_bytes(most: int) -> None:
+    """One large step makes all of them as wide; the largest of each width, and one more."""
+    indices = torch.tensor([0, 3, 3 + most] if most else [0])
+    weight = Changes(indices, torch.ones(len(indices)), (2**32,))
+    place = PackedTensor("w", torch.float32, (2**32,), 16, None, len(indices), gaps_of(weight))
+    memory = torch.zeros(128, dtype=torch.uint8)
+    place.fill(memory, weight)
+    assert torch.equal(place.within(memory).indices, indices)
+    width = 1 + (most > 255) + 2 * (most > 65535) + 4 * (most > 2**31 - 1)
+    assert place.gaps.itemsize == width
+
+
+def test_indices_that_are_refused_have_no_steps() -> None:
+    wrong = Changes(torch.tensor([5, 2]), torch.ones(2), (9,))
+    place = PackedTensor("w", torch.float32, (9,), 0, None, 2, gaps_of(wrong))
+    with pytest.raises(WeightReadError, match="ascending"):
+        place.fill(torch.zeros(64, dtype=torch.uint8), wrong)
 
 
 @pytest.mark.parametrize(

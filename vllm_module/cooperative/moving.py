@@ -4,12 +4,13 @@ Ranks of the source have the first numbers of the group, those of the target the
 them go through the plan's tensors in one order, and know from the plan which messages come: a
 message is what one rank sends to another of a batch of tensors. A shorter one goes before it, with
 digests of the version and of the boxes: what was left of another round is no part of this one.
+Messages begin in the plan's order, and each is packed and unpacked while others are under way.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +22,7 @@ from vllm_module.base.process_groups import rank_and_size
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.layout import Hop, Layout, Route, TransferPlan
 from vllm_module.layout.layout import EXPERT
+from vllm_module.layout.messages import GATHERED, RELAYED, SENT, Message
 from vllm_module.layout.views import Box, place
 
 _TAG = 1 << 21  # tag of the first stage's messages
@@ -83,10 +85,11 @@ def send_boxes(
             part = each.box(number)
             for box, view, values in held[each.name]:
                 if (at := place(box, view, part, each.route.view)) is not None:
-                    return values.as_strided(at.shape, at.strides, at.offset)
+                    begin = values.storage_offset() + at.offset  # a shard may be a view of more
+                    return values.as_strided(at.shape, at.strides, begin)
             raise AssertionError(f"{each.name}: the plan takes {part} from rank {rank}")
 
-        parts = moving.stage(batch, lambda route: route.gathered, (0, 0), read)
+        parts = moving.stage(batch, GATHERED, read)
         for each in batch:  # what is gathered on this rank from itself
             for hop in each.hops(each.route.gathered):
                 if hop.source == hop.target == rank:
@@ -103,7 +106,7 @@ def send_boxes(
                 _narrowed(joined, each.box(part), start).copy_(parts[each.name, part])
             return joined
 
-        moving.stage(batch, lambda route: route.sent, (0, moving.first_target), give)
+        moving.stage(batch, SENT, give)
 
 
 def receive_boxes(
@@ -124,14 +127,13 @@ def receive_boxes(
     weights then.
     """
     moving = _Moving(plan, group, timeout, weight_version)
-    at = moving.first_target
     for batch in moving.batches(bucket_bytes):
-        arrived = moving.stage(batch, lambda route: route.sent, (0, at), _nothing)
+        arrived = moving.stage(batch, SENT, _nothing)
 
         def relay(each: _Moved, number: int, arrived: _Values = arrived) -> torch.Tensor:
             return arrived[each.name, number]
 
-        arrived |= moving.stage(batch, lambda route: route.relayed, (at, at), relay)
+        arrived |= moving.stage(batch, RELAYED, relay)
         for each in batch:
             entry = each.route.tensors[0]
             parts = {number for name, number in arrived if name == each.name}
@@ -167,6 +169,19 @@ class _Moving:
                 f"the plan is from {plan.source_ranks} to {plan.target_ranks} ranks, and the group "
                 f"has {size}: expected {plan.source_ranks + plan.target_ranks}"
             )
+        at = self.first_target
+        self._first = (0, 0), (0, at), (at, at)  # by stage, the group's number of each side's first
+        self._peers = [
+            list(dict.fromkeys(self._peers_of(messages, *first)))
+            for messages, first in zip(plan.messages, self._first, strict=True)
+        ]
+
+    def _peers_of(self, messages: Iterable[Message], one: int, other: int) -> Iterator[int]:
+        """Yield the ranks that this one sends to or receives from, in the plan's order."""
+        for each in messages:
+            source, target = each.source + one, each.target + other
+            if self.rank in (source, target):
+                yield target if source == self.rank else source
 
     def batches(self, bucket_bytes: int) -> Iterator[list[_Moved]]:
         """Yield the plan's tensors, as many at once as fit into a bucket."""
@@ -187,21 +202,13 @@ class _Moving:
         if batch:
             yield batch
 
-    def stage(
-        self,
-        batch: Sequence[_Moved],
-        hops: Callable[[Route], Sequence[Hop]],
-        first: tuple[int, int],
-        read: _Read,
-    ) -> _Values:
-        """Send and receive the boxes of some hops; return those that arrive here.
-
-        ``first`` are the group's numbers of the first rank that sends and that receives.
-        """
+    def stage(self, batch: Sequence[_Moved], stage: int, read: _Read) -> _Values:
+        """Send and receive the boxes of the hops of a stage; return those that arrive here."""
+        first = self._first[stage]
         going: dict[int, list[tuple[_Moved, int]]] = {}
         coming: dict[int, list[tuple[_Moved, int]]] = {}
         for each in batch:
-            for hop in each.hops(hops(each.route)):
+            for hop in each.hops(each.route.stage(stage)):
                 source, target = hop.source + first[0], hop.target + first[1]
                 if source == target:
                     continue
@@ -210,31 +217,34 @@ class _Moving:
                 elif target == self.rank:
                     coming.setdefault(source, []).append((each, hop.box))
         tag = _TAG + first[0] * 2 + first[1]
-        packed = {
-            peer: torch.cat([_bytes(read(each, number)) for each, number in boxes])
-            for peer, boxes in going.items()
-        }
-        heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in coming}
-        messages: dict[int, torch.Tensor] = {}
-        sends, receives = [], []
+        senders = [peer for peer in self._peers[stage] if peer in coming]
+        heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in senders}
+        values: _Values = {}
+        comes: list[tuple[int, Any]] = []
+        sent: list[tuple[int, Any]] = []
         of: dict[str, Any] = {"group": self.group, "tag": tag}
         limit = timedelta(seconds=self.timeout)
         peer = self.rank
         try:
             for peer, head in heads.items():
-                receives.append((peer, dist.irecv(head, group_src=peer, **of)))
-            for peer, memory in packed.items():
-                for part in (self._head(going[peer]), memory):
-                    sends.append((peer, dist.isend(part, group_dst=peer, **of)))
-            for peer, work in receives:  # noqa: B007  # as below
+                comes.append((peer, dist.irecv(head, group_src=peer, **of)))
+            for peer in self._peers[stage]:
+                if boxes := going.get(peer):
+                    memory = torch.cat([_bytes(read(each, number)) for each, number in boxes])
+                    for part in (self._head(boxes), memory):
+                        sent.append((peer, dist.isend(part, group_dst=peer, **of)))
+            messages = []
+            for peer, work in comes:
                 _wait(work, limit)
-            for peer, boxes in coming.items():
+                boxes = coming[peer]
                 # Before the receive is posted: gloo ends a process that gets more than it expects.
                 self._check_head(peer, heads[peer], boxes)
-                nbytes = sum(_nbytes(*box) for box in boxes)
-                messages[peer] = torch.empty(nbytes, dtype=torch.uint8)
-                sends.append((peer, dist.irecv(messages[peer], group_src=peer, **of)))
-            for peer, work in sends:  # noqa: B007  # the error below names it
+                message = torch.empty(sum(_nbytes(*box) for box in boxes), dtype=torch.uint8)
+                messages.append((peer, dist.irecv(message, group_src=peer, **of), message))
+            for peer, work, message in messages:
+                _wait(work, limit)
+                values |= _unpacked(message, coming[peer])
+            for peer, work in sent:  # noqa: B007  # the error below names it
                 _wait(work, limit)
         except RuntimeError as error:
             how = (
@@ -245,14 +255,6 @@ class _Moving:
             if self.rank < self.first_target:
                 raise RankError(how, [peer]) from error
             raise WeightReadError(how) from error  # no rank of the engine has failed
-        values: _Values = {}
-        for peer, boxes in coming.items():
-            at = 0
-            for each, number in boxes:
-                nbytes = _nbytes(each, number)
-                part = messages[peer][at : at + nbytes].clone()  # aligned for its dtype
-                values[each.name, number] = part.view(each.dtype).view(each.box(number)[1])
-                at += nbytes
         return values
 
     def _head(self, boxes: Sequence[tuple[_Moved, int]]) -> torch.Tensor:
@@ -276,6 +278,18 @@ class _Moving:
             f"{printable_name(boxes[0][0].name)}: it is late, sends twice, or has other "
             "layouts. Use another process group, and send all weights again"
         )
+
+
+def _unpacked(message: torch.Tensor, boxes: Sequence[tuple[_Moved, int]]) -> _Values:
+    """Return the boxes of a message."""
+    values: _Values = {}
+    at = 0
+    for each, number in boxes:
+        nbytes = _nbytes(each, number)
+        part = message[at : at + nbytes].clone()  # aligned for its dtype
+        values[each.name, number] = part.view(each.dtype).view(each.box(number)[1])
+        at += nbytes
+    return values
 
 
 def _wait(work: dist.Work | None, limit: timedelta) -> None:

@@ -33,6 +33,7 @@ from vllm_module.parameters import BasevLLMParameter
 from vllm_module.parameters.boxes import boxes_of
 from vllm_module.parameters.division import Division
 from vllm_module.weights import Handle, Weight
+from vllm_module.weights.chunked_handle import ChunkedHandle
 from vllm_module.weights.handle import FileHandle
 from vllm_module.weights.region import Box, Region, whole
 
@@ -70,6 +71,8 @@ def stored_part(fill: Fill) -> Region:
 
 def _placed(name: str, weight: Weight) -> tuple[str, torch.Size, Box | None]:
     """Return name and sizes of the tensor that a weight is a box of; no box if it is all of it."""
+    if isinstance(weight, ChunkedHandle):
+        weight = weight.region
     if isinstance(weight, Region):  # an override may have given it another name
         return weight.name, weight.sizes, None if weight.shape == weight.sizes else weight.box
     if isinstance(weight, FileHandle) and weight.whole is not None:
@@ -93,7 +96,7 @@ def layout_of_fills(
         if isinstance(weight, torch.Tensor) and name not in report.loaded[location.path]:
             absent.append((name, slot, weight, location))  # the layer fills it by itself
             continue
-        if not isinstance(weight, Region | FileHandle) and tied_to is None:
+        if not isinstance(weight, Region | FileHandle | ChunkedHandle) and tied_to is None:
             if name in in_memory:
                 raise WeightLoadError(
                     f"{name} fills several parameters, and what an override has made of a tensor "

@@ -1,5 +1,6 @@
 """Which part of which checkpoint tensor lies where on which rank, as data without a model."""
 
+from vllm_module.layout.hops import Hop, Route
 from vllm_module.layout.layout import (
     HeldBox,
     HeldParameter,
@@ -14,7 +15,7 @@ from vllm_module.layout.layout_file import parse_layout, read_layout
 from vllm_module.layout.shards import layout_of_shards, rows
 from vllm_module.layout.stages import layout_of_stages
 from vllm_module.layout.strided import Strided
-from vllm_module.layout.transfer import Hop, Route, TransferPlan
+from vllm_module.layout.transfer import TransferPlan
 
 __all__ = [
     "HeldBox",

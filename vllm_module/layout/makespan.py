@@ -1,19 +1,22 @@
 """How long a transfer plan takes on given links, and which of several plans is the fastest.
 
 A rank has a link to the network and one to the ranks of its host, each of which sends one message
-and receives one at a time. A message is all that one rank sends to another in a stage of a batch.
+and receives one at a time, in the order of the plan. A message is all that one rank sends to
+another in a stage of a batch.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from vllm_module.layout.layout import Layout
-from vllm_module.layout.transfer import Hop, Route, TransferPlan
+from vllm_module.layout.messages import SENT, Message
+from vllm_module.layout.transfer import TransferPlan
 
 _End: TypeAlias = tuple[str, int]  # "source" or "target", and the rank
+_Link: TypeAlias = tuple[_End, bool, bool]  # of the network, and whether it is the way out
 
 
 class Links(NamedTuple):
@@ -23,7 +26,8 @@ class Links(NamedTuple):
         network: bandwidth of a rank to ranks of other hosts, in each direction.
         host: the same to ranks on its host.
         latency: seconds of a message beside its bytes.
-        box: seconds of each box of a message, for packing it.
+        box: seconds of each box of a message, for packing it at its source and for unpacking it at
+            its target. Neither takes a link's time, and a rank packs and unpacks one at a time.
 
     """
 
@@ -31,16 +35,6 @@ class Links(NamedTuple):
     host: float
     latency: float = 0.0
     box: float = 0.0
-
-
-class _Message(NamedTuple):
-    """What one rank sends another in a stage: of all batches together."""
-
-    stage: int
-    source: _End
-    target: _End
-    nbytes: int
-    boxes: int
 
 
 class Simulated(NamedTuple):
@@ -63,7 +57,7 @@ def simulate(
     batches: int = 8,
     slow: Mapping[tuple[str, int], float] | None = None,
 ) -> Simulated:
-    """Return how long ``plan`` takes: the messages of each batch and stage, as links get free.
+    """Return how long ``plan`` takes: the messages of each batch and stage, in the plan's order.
 
     Args:
         plan: the plan.
@@ -73,31 +67,38 @@ def simulate(
             messages take so many times as long, by the slower of both ends.
 
     """
-    messages = _messages(plan)
     speeds = links.host, links.network  # by whether a message goes through the network
-    busy = Counter[tuple[_End, bool, bool]]()  # bytes of a rank's link, out or in
-    for each in messages:
-        busy[each.source, each.stage == 1, True] += each.nbytes
-        busy[each.target, each.stage == 1, False] += each.nbytes
+    ends = ("source", "source"), ("source", "target"), ("target", "target")  # by stage
+    busy = Counter[_Link]()  # bytes of a rank's link, out or in
+    messages: list[tuple[int, Message, _End, _End]] = []
+    for stage, (one, other) in enumerate(ends):
+        for each in plan.messages[stage]:
+            source, target = (one, each.source), (other, each.target)
+            busy[source, stage == SENT, True] += each.nbytes
+            busy[target, stage == SENT, False] += each.nbytes
+            messages.append((stage, each, source, target))
     bound = max((n / speeds[network] for (_, network, _), n in busy.items()), default=0.0)
-    free: dict[tuple[_End, bool, bool], float] = defaultdict(float)
+    free: dict[_Link, float] = defaultdict(float)
+    packed: dict[tuple[_End, bool], float] = defaultdict(float)  # by whether a message goes out
     last, factors = 0.0, dict(slow or {})
     arrived: dict[tuple[_End, int], float] = defaultdict(float)  # of a stage of this batch
     for _ in range(batches):
         arrived.clear()
-        for each in messages:
-            network = each.stage == 1
-            late = max(factors.get(each.source, 1.0), factors.get(each.target, 1.0))
-            # Packing waits for what is gathered or was sent to the rank, and is the sender's work.
-            ready = arrived[each.source, each.stage - 1]
-            out, into = (each.source, network, True), (each.target, network, False)
-            begin = max(free[out], free[into], ready)
-            work = each.boxes * links.box + each.nbytes / speeds[network]
-            end = begin + late * (links.latency + work / batches)
+        for stage, each, source, target in messages:
+            network = stage == SENT
+            packing = each.boxes * links.box / batches
+            begin, late = factors.get(source, 1.0), factors.get(target, 1.0)
+            # Packing waits for what is gathered or was sent to the rank.
+            ready = max(packed[source, True], arrived[source, stage - 1]) + begin * packing
+            packed[source, True] = ready
+            out, into = (source, network, True), (target, network, False)
+            end = max(free[out], free[into], ready)
+            end += max(begin, late) * (links.latency + each.nbytes / speeds[network] / batches)
             free[out] = free[into] = end
-            place = each.target, each.stage
-            arrived[place] = max(arrived[place], end)
-            last = max(last, end)
+            done = max(packed[target, False], end) + late * packing
+            packed[target, False] = done
+            arrived[target, stage] = max(arrived[target, stage], done)
+            last = max(last, done)
     return Simulated(last, bound)
 
 
@@ -114,34 +115,3 @@ def fastest_plan(
         plan = TransferPlan(source, target, source_node=nodes[0], target_node=nodes[1])
         found.append((plan, simulate(plan, links)))
     return min(found, key=lambda each: each[1].makespan)
-
-
-def _messages(plan: TransferPlan) -> list[_Message]:
-    """Return the messages in an order in which each rank begins with another one."""
-    stages: Sequence[tuple[Callable[[Route], Iterable[Hop]], str, str]] = (
-        (lambda route: route.gathered, "source", "source"),
-        (lambda route: route.sent, "source", "target"),
-        (lambda route: route.relayed, "target", "target"),
-    )
-    messages: list[_Message] = []
-    for stage, (hops, one, other) in enumerate(stages):
-        nbytes, boxes = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        for route, hop in _hops(plan, hops):
-            if one == other and hop.source == hop.target:
-                continue
-            nbytes[hop.source, hop.target] += route.nbytes(hop)
-            boxes[hop.source, hop.target] += hop.experts[1] * len(route.tensors)
-        ranks = max(plan.source_ranks, plan.target_ranks)
-        messages += [
-            _Message(stage, (one, source), (other, target), nbytes[source, target], number)
-            for (source, target), number in sorted(
-                boxes.items(), key=lambda pair: ((pair[0][1] - pair[0][0]) % ranks, pair[0])
-            )
-        ]
-    return messages
-
-
-def _hops(
-    plan: TransferPlan, hops: Callable[[Route], Iterable[Hop]]
-) -> Iterator[tuple[Route, Hop]]:
-    return ((route, hop) for route in plan.routes for hop in hops(route))

@@ -7,70 +7,18 @@ grows neither with the number of layers nor with that of experts.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from vllm_module.base.messages import printable_name
+from vllm_module.layout.hops import Hop, Route, itemsize_of
 from vllm_module.layout.layout import EXPERT, Layout, StoredTensorLayout
+from vllm_module.layout.messages import SENT, Message, messages_of
 from vllm_module.layout.views import Box, Ints, cut, meeting, refined
 
 _MOST = 64  # boxes in which a rank receives one tensor
-
-
-class Hop(NamedTuple):
-    """A box that goes from one rank to another; ``experts`` first and number of those it is of.
-
-    ``box`` is its number in the route. The ranks are those of the source, of the source and the
-    target, or of the target: see :class:`Route`.
-    """
-
-    source: int
-    target: int
-    box: int
-    experts: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How tensors that both layouts cut alike get from one to the other.
-
-    Attributes:
-        tensors: their entries in the target's layout.
-        experts: first and end of the experts whose tensors these are.
-        view: shape in which boxes count; it refines those of both layouts, and has no dimension of
-            size 1.
-        boxes: start and size of each.
-        gathered: hops among ranks of the source on one host, one of which has all parts of a box
-            then. A rank that has a part already is both ends of its hop.
-        parts: for each box that consists of gathered ones, their numbers.
-        sent: hops from ranks of the source to ranks of the target.
-        relayed: hops from ranks of the target to others on their node.
-        dtype: of the elements at the source.
-
-    """
-
-    tensors: tuple[StoredTensorLayout, ...]
-    experts: tuple[int, int]
-    view: Ints
-    boxes: tuple[Box, ...]
-    gathered: tuple[Hop, ...]
-    parts: Mapping[int, Ints]
-    sent: tuple[Hop, ...]
-    relayed: tuple[Hop, ...]
-    dtype: str
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element at the source."""
-        return _itemsize(self.dtype)
-
-    def nbytes(self, hop: Hop) -> int:
-        """Bytes of a hop in all tensors of the route."""
-        numel = math.prod(self.boxes[hop.box][1])
-        return numel * hop.experts[1] * self.itemsize * len(self.tensors)
 
 
 class _Holder(NamedTuple):
@@ -127,13 +75,14 @@ class TransferPlan:
                     kinds.setdefault(kind, []).append(entry)
         self.routes = tuple(routing.route(kind, entries) for kind, entries in kinds.items())
 
+    @cached_property
+    def messages(self) -> tuple[tuple[Message, ...], ...]:
+        """The messages of each stage (gathered, sent, relayed), in the order in which to begin."""
+        return messages_of(self.routes)
+
     def sent_bytes(self) -> Counter[tuple[int, int]]:
         """Return the bytes that each rank of the source sends to each rank of the target."""
-        total = Counter[tuple[int, int]]()
-        for route in self.routes:
-            for hop in route.sent:
-                total[hop.source, hop.target] += route.nbytes(hop)
-        return total
+        return Counter({(each.source, each.target): each.nbytes for each in self.messages[SENT]})
 
     def descriptors(self) -> int:
         """Return the largest number of boxes in which a rank receives one tensor."""
@@ -271,7 +220,7 @@ class _Making:
         self._relayed: list[Hop] = []
         # Experts that are gathered from one rank to another, by both and the box's number.
         self._gathered: dict[tuple[int, int, int], dict[tuple[int, int], None]] = {}
-        self._itemsize = _itemsize(kind.dtype)
+        self._itemsize = itemsize_of(kind.dtype)
 
     def add(self, pieces: list[_Piece], receivers: list[_Holder]) -> None:
         """Route the pieces of a box to the ranks that keep it."""
@@ -386,9 +335,3 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((first, end))
     return merged
-
-
-def _itemsize(dtype: str) -> int:
-    """Return the bytes of an element, which are in the names of torch's dtypes."""
-    bits = re.search(r"[0-9]+", dtype)
-    return 1 if bits is None else max(1, int(bits[0]) // 8)

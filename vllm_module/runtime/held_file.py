@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from vllm_module.base.messages import printable_name
 from vllm_module.core.digests import rank_in, region_of
 from vllm_module.core.layout_of import layout_of_module
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.layout import Layout
+from vllm_module.layout import HeldBox, Layout
 from vllm_module.weights.region import Region
 
 PIECE = 4 << 20  # bytes that are taken at once
@@ -49,53 +49,38 @@ class ServedTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class HeldFile:
-    """The safetensors file of what the ranks of an engine hold.
+class ServedFile:
+    """A safetensors file that exists nowhere.
 
     Args:
-        call: calls a function with each rank's model, and returns the results by rank.
-        check: raises ``RuntimeError`` while the ranks have no whole weights; by default they have.
-        beside_steps: whether that can be done at any time: the only rank is this process, on a CPU.
+        listed: name, shape and dtype of each tensor, and whether it is taken by rows.
 
     Attributes:
         size: bytes of the file.
-        check, beside_steps: as above.
-
-    Raises ``UnsupportedModelError`` if a parameter has other values than a checkpoint stores, as
-    one that is quantized.
+        beside_steps: whether bytes can be taken at any time, and are those of parameters.
 
     """
 
-    def __init__(
-        self, call: CallRanks, check: Callable[[], None] = _is_whole, beside_steps: bool = False
-    ) -> None:
-        self._call, self.check, self.beside_steps = call, check, beside_steps
-        check()
-        listed: list[tuple[str, tuple[int, ...], torch.dtype, bool]] = []
-        # By name, the ranks of one pipeline stage, which hold the tensor whole.
-        self._holders: dict[str, range] = {}
-        for rank, (size, tensors) in enumerate(call(_list_tensors)):
-            listed += [each for each in tensors if each[0] not in self._holders]
-            for name, *_ in tensors:
-                self._holders.setdefault(name, range(rank, rank + size))
+    beside_steps = True
+
+    def __init__(self, listed: Iterable[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begins, end = [], 0
-        for name, shape, dtype, _ in listed:
-            begins.append(end)
-            end += math.prod(shape) * dtype.itemsize
-            offsets = [begins[-1], end]
+        end, placed = 0, []
+        for name, shape, dtype, by_rows in listed:
+            placed.append(ServedTensor(name, shape, dtype, by_rows, end))
+            end += placed[-1].nbytes
+            offsets = [placed[-1].begin, end]
             header[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": offsets}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
         first = len(self._header)
         self.size = first + end
-        self._begins = [first + begin for begin in begins]
-        self._tensors = [
-            ServedTensor(*each, begin) for each, begin in zip(listed, self._begins, strict=True)
-        ]
-        # The last that is not taken by rows, and the number of changes that it is from.
-        self._whole: tuple[str, int, torch.Tensor] | None = None
+        self._tensors = [each._replace(begin=first + each.begin) for each in placed]
+        self._begins = [each.begin for each in self._tensors]
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` while there are no whole weights."""
 
     def read(self, begin: int, end: int, changes: int) -> Iterator[memoryview]:
         """Yield the bytes from ``begin`` to ``end``, parameters' own memory where it has them.
@@ -112,6 +97,78 @@ class HeldFile:
             last = min(end, tensor.begin + tensor.nbytes) - tensor.begin
             for start in range(first, last, PIECE):
                 yield self._bytes(tensor, start, min(last, start + PIECE), changes)
+
+    def _bytes(self, tensor: ServedTensor, first: int, last: int, changes: int) -> memoryview:
+        """Return some bytes of a tensor."""
+        raise NotImplementedError
+
+
+class HeldBoxes(ServedFile):
+    """The safetensors file of the boxes that one rank holds before others: its own memory.
+
+    A tensor of the file is a box; its name is that of the checkpoint's tensor, ``@``, and where the
+    box starts in it: ``model.norm.weight@0``. Boxes of another view of a tensor are left out.
+
+    Args:
+        model: the rank's.
+        check: raises ``RuntimeError`` while it has no whole weights.
+
+    """
+
+    def __init__(self, model: nn.Module, check: Callable[[], None]) -> None:
+        layout, rank = _layout(model)
+        self.check = check  # type: ignore[method-assign]
+        self._model = model
+        self._boxes: dict[str, tuple[str, HeldBox]] = {}  # with the path of the parameter
+        for name, entry, expert in layout.names():
+            for ranks, box in layout.held_by(entry, expert):
+                plain = entry.tied_to is None and box.view in (None, entry.shape)
+                if plain and rank == min(ranks) and entry.shape and box.numel:
+                    at = ",".join(map(str, box.start))
+                    self._boxes[f"{name}@{at}"] = entry.parameter, box
+        super().__init__(
+            (name, tuple(box.size), _tensor(model, path).dtype, True)
+            for name, (path, box) in self._boxes.items()
+        )
+
+    def _bytes(self, tensor: ServedTensor, first: int, last: int, changes: int) -> memoryview:
+        path, box = self._boxes[tensor.name]
+        region = region_of(_tensor(self._model, path).detach(), box)
+        row = tensor.nbytes // tensor.shape[0]
+        begin = first // row
+        rows = region.narrow(0, begin, -(-last // row) - begin).contiguous()
+        return _memory(rows)[first - begin * row : last - begin * row]
+
+
+class HeldFile(ServedFile):
+    """The safetensors file of what the ranks of an engine hold.
+
+    Args:
+        call: calls a function with each rank's model, and returns the results by rank.
+        check: raises ``RuntimeError`` while the ranks have no whole weights; by default they have.
+        beside_steps: whether that can be done at any time: the only rank is this process, on a CPU.
+
+    Raises ``UnsupportedModelError`` if a parameter has other values than a checkpoint stores, as
+    one that is quantized.
+
+    """
+
+    def __init__(
+        self, call: CallRanks, check: Callable[[], None] = _is_whole, beside_steps: bool = False
+    ) -> None:
+        self.check = check  # type: ignore[method-assign]
+        self._call, self.beside_steps = call, beside_steps
+        check()
+        listed: list[tuple[str, tuple[int, ...], torch.dtype, bool]] = []
+        # By name, the ranks of one pipeline stage, which hold the tensor whole.
+        self._holders: dict[str, range] = {}
+        for rank, (size, tensors) in enumerate(call(_list_tensors)):
+            listed += [each for each in tensors if each[0] not in self._holders]
+            for name, *_ in tensors:
+                self._holders.setdefault(name, range(rank, rank + size))
+        super().__init__(listed)
+        # The last that is not taken by rows, and the number of changes that it is from.
+        self._whole: tuple[str, int, torch.Tensor] | None = None
 
     def regions(self) -> dict[str, Region]:
         """Return name, shape and dtype of each tensor, to plan with."""
@@ -138,8 +195,7 @@ class HeldFile:
             taken = self._take(tensor, *rows)
             if not tensor.by_rows:
                 self._whole = tensor.name, changes, taken
-        data: memoryview = taken.view(-1).view(torch.uint8).numpy().data
-        return data[first - rows[0] * row : last - rows[0] * row]
+        return _memory(taken)[first - rows[0] * row : last - rows[0] * row]
 
     def _take(self, tensor: ServedTensor, first: int, last: int) -> torch.Tensor:
         shape = (last - first, *tensor.shape[1:])
@@ -157,6 +213,12 @@ class HeldFile:
         if held != taken.numel():
             raise RuntimeError(f"ranks hold {held} of {taken.numel()} elements of {tensor.name}")
         return taken
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor that is contiguous."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
 
 
 def _list_tensors(

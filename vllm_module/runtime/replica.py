@@ -16,18 +16,16 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_module.base.messages import describe_error
-from vllm_module.runtime.held_file import PIECE, HeldFile
+from vllm_module.runtime.held_file import PIECE, ServedFile
 from vllm_module.weights.hub import is_small
-
-if TYPE_CHECKING:
-    from vllm_module.runtime.engine import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -35,59 +33,78 @@ _LAST = 1 << 16  # bytes that are copied when it is known that those before are 
 _CHANGED = "the server was closed, or the weights have changed"
 _CLIENTS = 64  # at once; the connections of others are closed
 _IDLE = 30.0  # seconds that a client may take for a request or for a part of an answer
-_FILE = "model.safetensors"
+MODEL, BOXES, RANKS = "model.safetensors", "rank.safetensors", "ranks.json"
 _OF_FILES = (".index.json", "digests.json")  # of the folder's weights, which may be others by now
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
+class ServedWeights(Protocol):
+    """Whose weights are served: an engine, or a rank of one."""
+
+    weights_lock: threading.RLock
+
+    @property
+    def weight_changes(self) -> int:
+        """Number of changes of the weights that have begun."""
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the weights."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Hold it between two steps."""
+
+
 class WeightServer:
-    """Serves the weights of an engine until :meth:`close`; made by ``LLM.serve_weights``.
+    """Serves weights until :meth:`close`; made by ``LLM.serve_weights``.
 
     Args:
-        file: what is served.
-        folder: of config.json and the tokenizer's files, which are served beside it.
-        engine: whose weights they are.
+        files: files of weights, by name.
+        small: other files.
+        weights: whose they are.
         host, port: to listen on; port 0 for any.
         token: what clients have to know.
+        close: is called when the server has ended.
 
     Attributes:
         url: what a model is loaded from: ``replica://host:port``.
+        port: as above.
         token: as above.
 
     """
 
     def __init__(
         self,
-        file: HeldFile,
-        folder: Path,
-        engine: Engine,
+        files: Mapping[str, ServedFile],
+        small: Mapping[str, bytes],
+        weights: ServedWeights,
         host: str,
         port: int,
         token: str,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self.token = token
-        self._file, self._engine = file, engine
-        self._small = {
-            path.name: path.read_bytes()
-            for path in sorted(folder.iterdir())
-            if is_small(path.name) and path.is_file() and not path.name.endswith(_OF_FILES)
-        }
+        self._files, self._small, self._weights, self._close = files, small, weights, close
         self._closed, self._own = False, secrets.token_hex()
         handler = type("Handler", (_Handler,), {"weights": self})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = type("Server", (_Server,), {"address_family": family})
         self._server: _Server = server((host, port), handler)
-        port = self._server.server_address[1]
-        self.url = f"replica://[{host}]:{port}" if ":" in host else f"replica://{host}:{port}"
+        self.port = int(self._server.server_address[1])
+        at = f"[{host}]" if ":" in host else host
+        self.url = f"replica://{at}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the server and the answers under way."""
+        if self._closed:
+            return
         self._closed = True
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        self._close()
 
     def __enter__(self) -> WeightServer:
         return self
@@ -97,8 +114,8 @@ class WeightServer:
 
     def size_of(self, name: str) -> int | None:
         """Return the bytes of a file; ``None`` if there is none."""
-        if name == _FILE:
-            return self._file.size
+        if (file := self._files.get(name)) is not None:
+            return file.size
         data = self._small.get(name)
         return None if data is None else len(data)
 
@@ -107,7 +124,7 @@ class WeightServer:
 
         A server that comes after another on one address may serve other weights of that name, too.
         """
-        version = f"{self._own} {self._engine.weight_changes} {self._engine.weight_version}"
+        version = f"{self._own} {self._weights.weight_changes} {self._weights.weight_version}"
         return '"' + hashlib.sha256(version.encode()).hexdigest()[:32] + '"'
 
     def pieces(self, name: str, begin: int, end: int, tag: str) -> Iterator[bytes | memoryview]:
@@ -116,36 +133,45 @@ class WeightServer:
         Raises ``ConnectionError`` if the weights are others than at the beginning, or the server
         was closed.
         """
-        if name != _FILE:
+        if (file := self._files.get(name)) is None:
             yield self._small[name][begin:end]
             return
-        if not self._file.beside_steps:
+        if not file.beside_steps:
             for first in range(begin, end, PIECE):
-                with self._engine.alone():
-                    data = self._checked(first, min(first + PIECE, end), tag)
+                with self._weights.alone():
+                    data = self._checked(file, first, min(first + PIECE, end), tag)
                 yield data
             return
         # Nobody who reads to the end gets a mixture: the last bytes come after a comparison.
         last = max(begin, end - _LAST)
-        with self._engine.weights_lock:
-            changes = self._engine.weight_changes
+        with self._weights.weights_lock:
+            changes = self._weights.weight_changes
             first = min(begin + _LAST, last)
-            data = self._checked(begin, first, tag)
+            data = self._checked(file, begin, first, tag)
         yield data
-        for part in self._file.read(first, last, changes):
-            if self._engine.weight_changes != changes:
+        for part in file.read(first, last, changes):
+            if self._weights.weight_changes != changes:
                 break
             yield part
-        with self._engine.weights_lock:
-            data = self._checked(last, end, tag)
+        with self._weights.weights_lock:
+            data = self._checked(file, last, end, tag)
         yield data
 
-    def _checked(self, begin: int, end: int, tag: str) -> bytes:
+    def _checked(self, file: ServedFile, begin: int, end: int, tag: str) -> bytes:
         """Return a copy of some bytes. Call it while the weights cannot change."""
         if self._closed or self.tag() != tag:
             raise ConnectionError(_CHANGED)
-        self._file.check()
-        return b"".join(self._file.read(begin, end, self._engine.weight_changes))
+        file.check()
+        return b"".join(file.read(begin, end, self._weights.weight_changes))
+
+
+def small_files(folder: Path) -> dict[str, bytes]:
+    """Return config.json and the tokenizer's files."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if is_small(path.name) and path.is_file() and not path.name.endswith(_OF_FILES)
+    }
 
 
 class _Server(ThreadingHTTPServer):

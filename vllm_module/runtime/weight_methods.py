@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -146,9 +147,9 @@ class WeightMethods:
 
         Another engine, of any number of ranks and quantized or not, is started by
         ``LLM(server.url)`` with the token in ``VLLM_MODULE_REPLICA_TOKEN``. Bytes are of one
-        version: a load across an update fails, and says that the file has changed. One rank on a
-        CPU sends its parameters beside the steps; other engines copy them between two steps. What
-        is sent is not encrypted.
+        version: a load across an update fails, and says that the file has changed. On a CPU each
+        rank that this engine has started sends what it holds beside the steps, on a port of its
+        own; what others hold is copied between two steps. What is sent is not encrypted.
 
         Args:
             host, port: to listen on; port 0 for any.
@@ -162,21 +163,40 @@ class WeightMethods:
             RuntimeError: the engine sleeps, or an update of its weights had failed.
 
         """
-        from vllm_module.runtime.held_file import HeldFile  # few engines serve theirs
-        from vllm_module.runtime.replica import WeightServer
+        from vllm_module.runtime.held_file import HeldBoxes, HeldFile, ServedFile  # few need it
+        from vllm_module.runtime.rank_servers import end_boxes, serve_boxes
+        from vllm_module.runtime.replica import BOXES, MODEL, RANKS, WeightServer, small_files
 
         check_type("token", token, "text or None", str, type(None))
         if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
             raise ValueError("token should be eight printable ASCII characters or more")
+        token = secrets.token_urlsafe(24) if token is None else token
 
+        executor, ports = self.executor, list[int]()
         # A step reads weights, too. On a device it would wait for copies, and other ranks for it.
-        beside_steps = self.executor.size == 1 and self.executor.worker.device.type == "cpu"
+        on_cpu = executor.worker.device.type == "cpu"
+        small = small_files(self.source.folder)
         with self.engine.alone():
-            file = HeldFile(self.executor.apply_model, self._check_whole, beside_steps)
-        return WeightServer(
-            file, self.source.folder, self.engine, host, port,
-            secrets.token_urlsafe(24) if token is None else token,
-        )  # fmt: skip
+            beside_steps = executor.size == 1 and on_cpu
+            file = HeldFile(executor.apply_model, self._check_whole, beside_steps)
+            files: dict[str, ServedFile] = {MODEL: file}
+            if executor.size > 1 and executor.started_ranks and on_cpu:
+                files[BOXES] = HeldBoxes(executor.worker.model, self._check_whole)
+                ports = executor.collective_rpc(serve_boxes, args=(host, token))
+
+        def close() -> None:
+            if ports and executor.end is None:
+                with self.engine.alone():
+                    executor.collective_rpc(end_boxes, args=(ports,))
+
+        try:
+            server = WeightServer(files, small, self.engine, host, port, token, close)
+        except BaseException:
+            close()
+            raise
+        if ports:
+            small[RANKS] = json.dumps({"ports": [server.port, *ports[1:]]}).encode()
+        return server
 
     def sleep(self, level: int = 1, **options: Any) -> None:
         """Free the memory of the weights and the KV cache, until :meth:`wake_up`.

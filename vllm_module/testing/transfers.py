@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from vllm_module.layout import Layout, layout_of_shards, rows
+from vllm_module.layout.hops import Hop, Route
 from vllm_module.layout.layout import HeldBox, StoredTensorLayout
-from vllm_module.layout.transfer import Hop, Route, TransferPlan
+from vllm_module.layout.transfer import TransferPlan
 from vllm_module.layout.views import Box, place
 from vllm_module.testing.case import Case, law
 from vllm_module.testing.layouts import boxed

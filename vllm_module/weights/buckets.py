@@ -28,7 +28,7 @@ from vllm_module.base.waiting import at_most, interruptibly
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.weights.changes import Changes
 from vllm_module.weights.handle import Weight
-from vllm_module.weights.packing import PackedTensor, aligned, digest_of
+from vllm_module.weights.packing import PackedTensor, aligned, digest_of, gaps_of
 
 _T = TypeVar("_T")
 
@@ -266,7 +266,7 @@ class _Transfer:
             # A plain str: the others may not know its subclass.
             number = len(weight.indices) if isinstance(weight, Changes) else None
             place = str.__str__(name), weight.dtype, tuple(weight.shape), aligned(end)
-            entry = PackedTensor(*place, elements=number)
+            entry = PackedTensor(*place, elements=number, gaps=gaps_of(weight))
             if entries and entry.start + entry.nbytes > bucket_bytes:
                 yield _Coming(entries, end, reserve)
                 entries, reserve, entry = [], 0, entry._replace(start=0)

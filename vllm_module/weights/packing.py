@@ -13,7 +13,19 @@ from vllm_module.weights.changes import Changes
 from vllm_module.weights.handle import read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
-_INDEX = torch.int64.itemsize
+_GAPS = torch.uint8, torch.uint16, torch.int32  # dtypes of the steps from an index to the next
+
+
+def gaps_of(weight: Any) -> torch.dtype:
+    """Return the smallest dtype into which all steps from an index to the next fit."""
+    if not isinstance(weight, Changes) or weight.problem() is not None:  # refused when it is copied
+        return torch.int64
+    most = int(_gaps(weight.indices).max()) if len(weight.indices) else 0
+    return next((each for each in _GAPS if most <= torch.iinfo(each).max), torch.int64)
+
+
+def _gaps(indices: torch.Tensor) -> torch.Tensor:
+    return indices.diff(prepend=indices.new_zeros(1))
 
 
 def aligned(nbytes: int) -> int:
@@ -24,7 +36,8 @@ def aligned(nbytes: int) -> int:
 class PackedTensor(NamedTuple):
     """The place of a tensor in the bucket, with its name, dtype and shape, and digest if wanted.
 
-    With ``elements``, only so many of them are there: their indices, and then their values.
+    With ``elements``, only so many of them are there: the steps from one index to the next, of the
+    dtype ``gaps``, and then their values.
     """
 
     name: str
@@ -33,34 +46,40 @@ class PackedTensor(NamedTuple):
     start: int
     digest: str | None = None
     elements: int | None = None
+    gaps: torch.dtype = torch.int64
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in the bucket."""
         if self.elements is None:
             return torch.Size(self.shape).numel() * self.dtype.itemsize
-        return aligned(_INDEX * self.elements) + self.elements * self.dtype.itemsize
+        return aligned(self.gaps.itemsize * self.elements) + self.elements * self.dtype.itemsize
 
     def within(self, memory: torch.Tensor) -> Any:
-        """Return what the bucket has there: a tensor, or ``Changes``, that are views of it."""
-        begin, end = self.start, self.start + self.nbytes
+        """Return what the bucket has there: a tensor, or ``Changes``; values are views of it."""
         if self.elements is None:
-            return memory[begin:end].view(self.dtype).view(self.shape)
-        middle = begin + _INDEX * self.elements
-        indices = memory[begin:middle].view(torch.int64)
-        return Changes(indices, memory[aligned(middle) : end].view(self.dtype), self.shape)
+            end = self.start + self.nbytes
+            return memory[self.start : end].view(self.dtype).view(self.shape)
+        gaps, values = self._changes(memory, self.elements)
+        return Changes(gaps.to(torch.int64).cumsum(0), values, self.shape)
+
+    def _changes(self, memory: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the steps and the values of some elements are."""
+        middle, end = self.start + self.gaps.itemsize * elements, self.start + self.nbytes
+        values = memory[aligned(middle) : end].view(self.dtype)
+        return memory[self.start : middle].view(self.gaps), values
 
     def fill(self, memory: torch.Tensor, weight: Any) -> None:
         """Copy a weight there. Raises ``WeightReadError`` for one that has no dense values."""
-        place = self.within(memory)
         try:
-            if not isinstance(weight, Changes):
-                read_into(weight, place)
+            if self.elements is None:
+                read_into(weight, self.within(memory))
             elif problem := weight.problem():
                 raise WeightReadError(f"{printable_name(self.name)}: {problem}")
             else:
-                place.indices.copy_(weight.indices)
-                place.values.copy_(weight.values)
+                gaps, values = self._changes(memory, self.elements)
+                gaps.copy_(_gaps(weight.indices))
+                values.copy_(weight.values)
         except RuntimeError as error:  # torch's error, which does not name the tensor
             name, kind = printable_name(self.name), type(weight).__name__
             raise WeightReadError(

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 
+from vllm_module.weights.chunked_handle import ChunkedHandle
 from vllm_module.weights.handle import Destination, Handle
 
 PIECE_BYTES = 16 << 20  # a larger weight is read in pieces of at most this size
@@ -19,7 +20,11 @@ def nbytes_of(weight: Handle) -> int:
 
 
 def cut(weight: Handle, destination: Destination) -> list[Job]:
-    """Cut a weight and its destination into pieces of at most PIECE_BYTES."""
+    """Cut a weight and its destination into pieces of at most PIECE_BYTES, each of one chunk."""
+    if isinstance(weight, ChunkedHandle) and isinstance(destination, torch.Tensor):
+        parts = weight.parts(destination) if weight.dtype == destination.dtype else ()
+        if pieces := [piece for part in parts for piece in cut(*part)]:
+            return pieces
     nbytes = nbytes_of(weight)
     if (
         nbytes <= PIECE_BYTES

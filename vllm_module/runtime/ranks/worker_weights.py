@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 
@@ -36,11 +38,36 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight
 
+if TYPE_CHECKING:
+    from vllm_module.runtime.replica import WeightServer
+
 SLEEPING = "weights", "kv_cache"  # what sleeps, by vLLM's names, in the order of waking up
+P = ParamSpec("P")
+
+
+def _changes(
+    method: Callable[Concatenate[WorkerWeights, P], None],
+) -> Callable[Concatenate[WorkerWeights, P], None]:
+    """Count a change of the weights, and hold the lock meanwhile."""
+
+    @wraps(method)
+    def changing(worker: WorkerWeights, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        with worker.weights_lock:
+            worker.weight_changes += 1
+            method(worker, *args, **kwargs)
+
+    return changing
 
 
 class WorkerWeights:
-    """The methods of a worker that change weights or adapters, and sleep."""
+    """The methods of a worker that change weights or adapters, and sleep.
+
+    Attributes:
+        weight_changes: number of changes of the weights that have begun.
+        weights_lock: is held while they change.
+        servers: those that send what this rank holds, by port.
+
+    """
 
     model: vLLMModule
     source: ModelSource
@@ -55,6 +82,8 @@ class WorkerWeights:
     fingerprint: str
 
     def __init__(self) -> None:
+        self.weight_changes, self.weights_lock = 0, threading.RLock()
+        self.servers: dict[int, WeightServer] = {}
         self._took_update = True  # True if all of the last update was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
         self._dropped = False  # True if it sleeps without weights
@@ -63,6 +92,7 @@ class WorkerWeights:
         self._taken: dict[str, Weight] = {}  # of an update of an adapter
         self._has_slots = True  # False while the memory of slots is freed
 
+    @_changes
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
     ) -> None:
@@ -178,6 +208,7 @@ class WorkerWeights:
             return str(error), self._took_update
         return None, self._took_update
 
+    @_changes
     def sleep(self, level: int) -> None:
         """Free the memory of the caches, of the CUDA graphs, of the weights and of slots.
 
@@ -222,6 +253,7 @@ class WorkerWeights:
             attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
         self._has_slots = True
 
+    @_changes
     def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
         """Restore the weights of a sleeping rank, and allocate the caches, or one of the two.
 
@@ -240,6 +272,7 @@ class WorkerWeights:
                 load_from(self.model, checkpoint)
         self._awake(caches="kv_cache" in tags)
 
+    @_changes
     def reload_weights(self) -> None:
         """Load the source's weights, whatever the model has, and allocate the caches."""
         with self.source.open() as checkpoint:

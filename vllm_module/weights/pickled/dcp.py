@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +19,10 @@ import torch
 from vllm_module.base.messages import printable, printable_name, shorten
 from vllm_module.errors import WeightReadError
 from vllm_module.weights.checkpoint import Checkpoint
+from vllm_module.weights.chunked_handle import ChunkedHandle, TensorChunk
 from vllm_module.weights.file_bytes import FileBytes
 from vllm_module.weights.folder_files import FolderFiles
-from vllm_module.weights.handle import FileHandle, check_destination, copy_weight, narrowed
+from vllm_module.weights.handle import FileHandle
 from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, Entry, StoredDType
 from vllm_module.weights.pickled.dcp_metadata import ChunkedTensor, StoredChunk, read_metadata
 from vllm_module.weights.pickled.saved_tensors import SavedTensor
@@ -103,7 +104,15 @@ class _Chunked(WeightFile):
             file.close()
 
     def __getitem__(self, name: str) -> Any:
-        return _Handle(self, name, self._tensors[name])
+        tensor = self._tensors[name]
+        dtype: torch.dtype = getattr(torch, tensor.dtype.name)
+        chunks = [
+            TensorChunk(
+                tuple(each.offsets), tuple(each.shape), partial(self.part, name, tensor, each)
+            )
+            for each in tensor.chunks
+        ]
+        return ChunkedHandle(name, dtype, torch.Size(tensor.shape), chunks, self.path.parent)
 
     def part(self, name: str, tensor: ChunkedTensor, chunk: StoredChunk) -> FileHandle:
         """Check the saved tensor of a chunk, and return a handle of it."""
@@ -178,63 +187,3 @@ class _Window:
 
     def read_ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
         pass
-
-
-class _Handle:
-    """A tensor in chunks, or a region of one; reading reads the chunks that the region touches."""
-
-    def __init__(
-        self,
-        owner: _Chunked,
-        name: str,
-        tensor: ChunkedTensor,
-        region: tuple[tuple[int, int], ...] | None = None,
-    ) -> None:
-        self._owner, self.name, self._tensor = owner, name, tensor
-        # Start and length in each dimension.
-        self._region = region or tuple((0, size) for size in tensor.shape)
-
-    @cached_property
-    def shape(self) -> torch.Size:
-        return torch.Size(length for _, length in self._region)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._tensor.dtype.name)
-        return dtype
-
-    def narrow(self, dim: int, start: int, length: int) -> _Handle:
-        dim, start, _ = narrowed(self, dim, start, length)
-        kept = self._region[dim][0] + start, length
-        region = (*self._region[:dim], kept, *self._region[dim + 1 :])
-        return _Handle(self._owner, self.name, self._tensor, region)
-
-    def read_into(self, destination: torch.Tensor) -> None:
-        check_destination(self.shape, destination, self)
-        for chunk in self._tensor.chunks:
-            part: FileHandle | None = None
-            target = destination
-            within = []
-            for dim, (start, length) in enumerate(self._region):
-                first = max(start, chunk.offsets[dim])
-                count = min(start + length, chunk.offsets[dim] + chunk.shape[dim]) - first
-                within.append((dim, first - chunk.offsets[dim], count))
-                target = target.narrow(dim, first - start, count) if count > 0 else target
-            if any(count <= 0 for _, _, count in within):
-                continue
-            part = self._owner.part(self.name, self._tensor, chunk)
-            for narrow in within:
-                part = part.narrow(*narrow)
-            if target.dtype == self.dtype:
-                part.read_into(target)
-            else:
-                copy_weight(part.read(), target, self)
-
-    def read(self) -> torch.Tensor:
-        destination = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        self.read_into(destination)
-        return destination
-
-    def __repr__(self) -> str:
-        folder = printable(self._owner.path.parent)
-        return f"{printable_name(self.name)} ({self.dtype}, shape {list(self.shape)}, in {folder})"

@@ -24,7 +24,7 @@ from vllm_module.weights.stores.checkpoint import StoredCheckpoint, StoredFiles,
 from vllm_module.weights.stores.client import Client
 from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.obstore_client import ObstoreClient
-from vllm_module.weights.stores.place import BUCKETS, Place, StorePath, parse, parse_file
+from vllm_module.weights.stores.place import BUCKETS, REPLICA, Place, StorePath, parse, parse_file
 from vllm_module.weights.stores.store import Store
 from vllm_module.weights.written_folder import new_folder, write_file
 
@@ -180,6 +180,15 @@ class StoreSource:
         files = store.together(partial(open_file, store, each, name) for each in names)
         for file, _ in files if names_in is not None else ():
             check_against_index(index, names_in or {}, file)
+        if self.place.scheme == REPLICA:
+            from vllm_module.weights.stores.ranks import open_ranks  # few sources are engines
+
+            return open_ranks(
+                store,
+                files,
+                name,
+                partial(web_client, replica_token=self._options["replica_token"]),
+            )
         return StoredCheckpoint(store, files, name)
 
     def _files(self, store: Store) -> StoredFiles:

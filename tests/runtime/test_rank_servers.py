@@ -1,0 +1,221 @@
+"""Ranks of an engine that each send what they hold: which bytes come from whom, and what fails."""
+
+from __future__ import annotations
+
+import runpy
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import LLM
+from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.runtime.rank_servers import end_boxes
+from vllm_module.weights.header import Entry, StoredDType
+from vllm_module.weights.source import find_source
+from vllm_module.weights.stores import ranks
+
+REPLICA = runpy.run_path(str(Path(__file__).with_name("test_replica.py")))
+FAMILIES, SIZES, TOKEN = REPLICA["FAMILIES"], REPLICA["_SIZES"], REPLICA["TOKEN"]
+engine, loaded, opened, same = (REPLICA[name] for name in ("engine", "loaded", "opened", "same"))
+environment = REPLICA["environment"]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def make(kind: str) -> Path:
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(kind)
+        config = AutoConfig.for_model(kind, **SIZES | FAMILIES[kind])
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with engine(folder, tensor_parallel_size=2) as two_ranks:
+        yield two_ranks
+
+
+@pytest.fixture
+def server(llm: LLM) -> Iterator[Any]:
+    with llm.serve_weights(token=TOKEN) as serving:
+        yield serving
+
+
+def ports(server: Any) -> list[int]:
+    with opened(server.url) as checkpoint:
+        return [int(str(file.path).split(":")[2].split("/")[0]) for file, _ in checkpoint._ranks]
+
+
+def test_each_rank_sends_what_it_holds(folder: Path, server: Any) -> None:
+    """Of rows and of columns, and nothing that a reader does not keep; the file is not read."""
+    stored = load_file(folder / "model.safetensors")
+    with opened(server.url) as checkpoint:
+        whole, ranked = checkpoint._files[0], [file for file, _ in checkpoint._ranks]
+        assert {name: (w.shape, w.dtype) for name, w in checkpoint.items()} == {
+            name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()
+        }
+        for name, dim in (("mlp.up_proj", 0), ("mlp.down_proj", 1), ("self_attn.o_proj", 1)):
+            name = f"model.layers.1.{name}.weight"
+            for rank in range(2):
+                before = [file.bytes_read for file in ranked]
+                half = stored[name].shape[dim] // 2
+                part = checkpoint[name].narrow(dim, rank * half, half).read()
+                assert torch.equal(part, stored[name].narrow(dim, rank * half, half))
+                read = [file.bytes_read - at for file, at in zip(ranked, before, strict=True)]
+                assert read[rank] == part.nbytes
+                assert read[1 - rank] == 0
+        before = checkpoint.bytes_read
+        assert all(torch.equal(w.read(), stored[name]) for name, w in checkpoint.items())
+        assert checkpoint.bytes_read - before == sum(each.nbytes for each in stored.values())
+        assert whole.bytes_read == 0
+
+
+def test_a_rank_of_a_reader_reads_what_it_keeps(
+    folder: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of two takes half of all matrices, most of it from rank 1; the norms are rank 0's."""
+    kept: list[ranks.RankedCheckpoint] = []
+    close = ranks.RankedCheckpoint.close
+    monkeypatch.setattr(ranks.RankedCheckpoint, "close", lambda of: (kept.append(of), close(of)))
+    parameters = loaded(server.url, 1, 2)
+    assert same(parameters, loaded(folder, 1, 2))
+    (checkpoint,) = kept
+    padding = 4 * 32 * 4  # rows of the vocabulary, to 64
+    assert checkpoint.bytes_read == sum(each.nbytes for each in parameters.values()) - padding
+    first, second = (file.bytes_read for file, _ in checkpoint._ranks)
+    norms = sum(each.nbytes for each in parameters.values() if each.dim() == 1)
+    assert (first, second) == (norms, checkpoint.bytes_read - norms)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mixtral", {"enable_expert_parallel": True}), ("phi3", {}), ("gpt_oss", {})],
+)
+def test_other_families_are_whole(
+    folder_of: Callable[[str], Path], kind: str, options: dict[str, Any]
+) -> None:
+    """Spread experts come from their rank; boxes of another view from the first, as before."""
+    folder = folder_of(kind)
+    with (
+        engine(folder, tensor_parallel_size=2, **options) as llm,
+        llm.serve_weights(token=TOKEN) as server,
+    ):
+        with opened(server.url) as checkpoint:
+            chunked = len(checkpoint._chunks)
+            assert (chunked < len(checkpoint)) == (kind == "gpt_oss"), chunked
+        for rank, size in ((0, 1), (1, 2)):
+            assert same(loaded(server.url, rank, size), loaded(folder, rank, size))
+
+
+def test_no_mixture_of_versions_is_read(
+    llm: LLM, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update is found while ranks are asked, and when a rank is read later."""
+    name = "model.norm.weight"
+    with opened(server.url) as checkpoint:
+        norm = checkpoint[name].read()
+        llm.update_weights({name: norm + 1})
+        for rank in range(2):
+            part = checkpoint["model.layers.0.mlp.up_proj.weight"].narrow(0, 24 * rank, 24)
+            with pytest.raises(WeightReadError, match="was changed since it was opened"):
+                part.read()
+    assert torch.equal(loaded(server.url)[name], norm + 1)
+
+    def open_and_update(*arguments: Any) -> Any:
+        llm.update_weights({name: norm})
+        return open_file(*arguments)
+
+    open_file = ranks.open_file
+    monkeypatch.setattr(ranks, "open_file", open_and_update)
+    with pytest.raises(WeightReadError, match="changed while its ranks were asked"):
+        find_source(server.url).weights()
+    monkeypatch.undo()
+
+
+def test_a_rank_wants_the_token(server: Any) -> None:
+    for port in ports(server):
+        for token, status in ((TOKEN, 404), ("wrong", 401)):
+            headers = {"Authorization": f"Bearer {token}"}
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/x", headers=headers)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request)
+            with refused.value as answer:
+                assert answer.code == status
+
+
+def test_servers_end_together_and_the_first_rank_has_all(folder: Path, llm: LLM) -> None:
+    """A rank that cannot be reached is no reason to fail; after ``close`` no port answers."""
+    with llm.serve_weights(token=TOKEN) as server:
+        first, second = ports(server)
+        with opened(server.url) as checkpoint:
+            fingerprint = checkpoint.fingerprint
+        with llm.engine.alone():
+            llm.executor.collective_rpc(end_boxes, args=([first, second],))
+        with opened(server.url) as checkpoint:
+            assert type(checkpoint) is not ranks.RankedCheckpoint
+            # So ranks that read in different ways have the same checkpoint.
+            assert checkpoint.fingerprint == fingerprint
+        assert loaded(server.url).keys() == loaded(folder).keys()
+    with llm.serve_weights(token=TOKEN) as server:
+        first, second = ports(server)
+    for port in (first, second):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 1)
+
+
+class File:
+    """What a file says of its tensors."""
+
+    path = Path("rank.safetensors")
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        self.entries = {
+            name: Entry(StoredDType("float32", 4), shape, 0, 0) for name, shape in shapes.items()
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("boxes", "covered"),
+    [
+        ([{"w@0,0": (2, 6)}, {"w@2,0": (2, 6)}], True),
+        ([{"w@0,0": (4, 3), "w@0,3": (4, 3)}], True),
+        ([{"w@0,0": (2, 6)}], False),
+        ([{"w@0,0": (2, 6)}, {"w@1,0": (2, 6)}], False),
+        ([{"w@0,0": (2, 6)}, {"w@3,0": (2, 6)}], False),
+        ([{"w@0": (24,)}], False),
+    ],
+)
+def test_boxes_that_are_not_all_of_a_tensor_are_not_used(
+    boxes: list[dict[str, tuple[int, ...]]], covered: bool
+) -> None:
+    whole = {"w": File(w=(4, 6))}
+    assert [n for n, _ in ranks._covered(whole, [File(**each) for each in boxes])] == [
+        "w"
+    ] * covered
+
+
+def test_what_is_no_description_of_ranks_is_refused() -> None:
+    for data in (b'{"ports": [0]}', b'{"ports": "80"}', b"{}", b'{"ports": [70000]}', b"[1]"):
+        with pytest.raises(CheckpointFormatError, match="Load from the engine again"):
+            ranks._ports(data, "ranks.json")
+    with pytest.raises(CheckpointFormatError, match="no box of another"):
+        list(ranks._covered({}, [File(w=(1,))]))

@@ -1,0 +1,176 @@
+"""The ranks of an engine as a checkpoint: each tensor is read where its boxes are."""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_module.base.messages import printable
+from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.weights.chunked_handle import ChunkedHandle, TensorChunk
+from vllm_module.weights.header import Entry
+from vllm_module.weights.region import overlap
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint, open_file
+from vllm_module.weights.stores.client import Client
+from vllm_module.weights.stores.place import Place
+from vllm_module.weights.stores.store import Store
+from vllm_module.weights.stores.stored_bytes import StoredBytes
+from vllm_module.weights.strict_json import parse_object
+from vllm_module.weights.weight_file import WeightFile, as_torch
+
+_RANKS, _BOXES = "ranks.json", "rank.safetensors"
+_BOX = re.compile(r"(.+)@(\d{1,18}(?:,\d{1,18})*)")
+_MOST_BYTES = 1 << 20  # of the ranks' ports
+_MOST_RANKS = 4096
+_ASK_AGAIN = "Load from the engine again."
+_PATIENCE = 3.0  # seconds in which a rank is found, or its boxes are asked for from the first one
+
+_Opened = list[tuple[WeightFile, StoredBytes]]
+
+
+class RankedCheckpoint(StoredCheckpoint):
+    """The tensors of an engine's ranks, of which each is asked for what it holds.
+
+    Args:
+        store: of the first rank, who has all tensors.
+        files: its files.
+        load_format: of all files.
+        stores: of all ranks.
+        ranks: the file of each rank.
+
+    """
+
+    def __init__(
+        self, store: Store, files: _Opened, load_format: str, stores: list[Store], ranks: _Opened
+    ) -> None:
+        super().__init__(store, files, load_format)  # the fingerprint is of these files alone
+        self._stores, self._ranks = stores, ranks
+        self._chunks = dict(_covered(self._owner, [file for file, _ in ranks]))
+
+    @property
+    def bytes_requested(self) -> int:
+        """Bytes that were requested so far from all ranks, headers and gaps included."""
+        return super().bytes_requested + sum(stored.bytes_requested for _, stored in self._ranks)
+
+    @property
+    def requests(self) -> int:
+        """How many requests were made, without those that were tried again."""
+        return super().requests + sum(stored.requests for _, stored in self._ranks)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far, from all ranks."""
+        return super().bytes_read + sum(file.bytes_read for file, _ in self._ranks)
+
+    def close(self) -> None:
+        """Close the files and connections to all ranks."""
+        super().close()
+        for file, _ in self._ranks:
+            file.close()
+        for store in self._stores:
+            store.close()
+
+    def __getitem__(self, name: str) -> Any:
+        chunks = self._chunks.get(name)
+        if chunks is None:
+            return super().__getitem__(name)
+        file = self._owner[name]
+        dtype, shape, *_ = file.entries[name]
+        return ChunkedHandle(name, *as_torch(dtype, shape, None)[:2], chunks, file.path.parent)
+
+
+def open_ranks(
+    store: Store, files: _Opened, load_format: str, client_of: Callable[[Place], Client]
+) -> StoredCheckpoint:
+    """Return the checkpoint of an engine, read from its ranks if they serve what they hold.
+
+    Raises ``WeightReadError`` if the weights change meanwhile, and ``CheckpointFormatError`` if
+    the engine describes its ranks wrongly.
+    """
+    data = store.fetch_optional(_RANKS, _MOST_BYTES)
+    address = urlsplit(str(store.place))
+    ports = [] if data is None else _ports(data, printable(store.place.file(_RANKS)))
+    if not ports or not all(_answers(str(address.hostname), port) for port in ports):
+        return StoredCheckpoint(store, files, load_format)
+    host = f"[{address.hostname}]" if ":" in str(address.hostname) else address.hostname
+    with ExitStack() as opened:
+        stores = []
+        for port in ports:
+            place = replace(store.place, host=f"{host}:{port}")
+            stores.append(Store(place, client_of(place)))
+            opened.callback(stores[-1].close)
+        ranks = store.together(partial(open_file, each, _BOXES, load_format) for each in stores)
+        # A change begins on the first rank: if that has its version now, all had when they opened.
+        for file, stored in files:
+            answer = store.read(file.path.name, 0, memoryview(bytearray(1)))
+            if answer.version[:2] != stored.version[:2]:
+                raise WeightReadError(
+                    f"the weights of {printable(store.place.path)} changed while its ranks were "
+                    f"asked for them. {_ASK_AGAIN}"
+                )
+        checkpoint = RankedCheckpoint(store, files, load_format, stores, ranks)
+        opened.pop_all()
+    return checkpoint
+
+
+def _ports(data: bytes, where: str) -> list[int]:
+    ports = parse_object(data, where, _ASK_AGAIN).get("ports")
+    if (
+        not isinstance(ports, list)
+        or len(ports) > _MOST_RANKS
+        or not all(type(port) is int and 0 < port < 1 << 16 for port in ports)
+    ):
+        raise CheckpointFormatError(
+            f"{where} should have the ports of at most {_MOST_RANKS} ranks, and has others. "
+            f"{_ASK_AGAIN}"
+        )
+    return ports
+
+
+def _answers(host: str, port: int) -> bool:
+    """Return whether a port can be reached, which a tunnel or firewall may prevent."""
+    try:
+        socket.create_connection((host, port), _PATIENCE).close()
+    except OSError:
+        return False
+    return True
+
+
+def _covered(
+    tensors: Mapping[str, WeightFile], ranks: Sequence[WeightFile]
+) -> Iterator[tuple[str, list[TensorChunk]]]:
+    """Yield each tensor of which the ranks' boxes have every element once."""
+    boxes: dict[str, list[tuple[TensorChunk, Entry]]] = {}
+    for file in ranks:
+        for key, entry in file.entries.items():
+            if (found := _BOX.fullmatch(key)) is None:
+                raise CheckpointFormatError(
+                    f"{printable(file.path)} has a tensor that is no box of another. {_ASK_AGAIN}"
+                )
+            start = tuple(map(int, found[2].split(",")))
+            chunk = TensorChunk(start, entry.shape, partial(file.__getitem__, key))
+            boxes.setdefault(found[1], []).append((chunk, entry))
+    for name, of_tensor in boxes.items():
+        if name not in tensors:
+            continue
+        dtype, shape, *_ = tensors[name].entries[name]
+        fit = all(
+            entry.dtype == dtype
+            and len(start) == len(size) == len(shape)
+            and all(at + n <= most for at, n, most in zip(start, size, shape, strict=True))
+            for (start, size, _), entry in of_tensor
+        )
+        sizes = sum(math.prod(chunk.shape) for chunk, _ in of_tensor)
+        if not fit or sizes != math.prod(shape):
+            continue
+        placed = [tuple(zip(*chunk[:2], strict=True)) for chunk, _ in of_tensor]
+        if not any(overlap(one, other) for one, other in combinations(placed, 2)):
+            yield name, [chunk for chunk, _ in of_tensor]
