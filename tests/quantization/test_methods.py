@@ -31,6 +31,7 @@ from vllm_module.quantization import (
     UnquantizedMethod,
     online_rules,
     quantize,
+    rules_for,
 )
 from vllm_module.quantization import rows as rows_module
 from vllm_module.quantization.mxfp4 import MXFP4PackedMethod
@@ -133,6 +134,21 @@ def test_a_weight_of_an_own_class_is_not_replaced() -> None:
     layer._parameters["weight"] = own
     with pytest.raises(UnsupportedModelError, match="holds its weight in its own way"):
         layer.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_model_may_be_quantized_again_before_it_is_loaded(method: str) -> None:
+    """Whatever parameters the first method has: the last one counts."""
+    rules = rules_for(None, {"quant_method": method, "bits": 4, "group_size": 16})
+    model = vLLMModule()
+    model.fc = RowParallelLinear(32, 16)
+    quantize(model, rules)
+    names = {name for name, _ in model.named_parameters()}
+    assert "fc.weight" not in names
+    quantize(model, rules)
+    assert {name for name, _ in model.named_parameters()} == names
+    quantize(model, online_rules("int8_per_channel_weight_only"))
+    model.load_weights({"fc.weight": torch.rand(16, 32), "fc.bias": torch.rand(16)})
 
 
 def test_the_largest_static_input_scale_is_used() -> None:

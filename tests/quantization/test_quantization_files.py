@@ -107,7 +107,7 @@ def test_fp8_of_modelopt_is_static_fp8_per_tensor(
         (
             lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.k_scale"),
             MissingWeightError,
-            r"layers\.1\.self_attn\.k_proj\.k_scale",
+            r"layers\.1\.self_attn\.attn\.k_scale \(k_proj\.k_scale in the checkpoint\) is missing",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.tensor(torch.nan)}),
@@ -122,6 +122,63 @@ def test_a_damaged_checkpoint_of_modelopt_is_refused(
     """What is missing or no number is named as the checkpoint calls it."""
     with pytest.raises(error, match=message):
         loaded(modelopt("config.json", change))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_scales_of_a_cache_that_was_not_calibrated_are_one(modelopt: Any, place: str) -> None:
+    """ModelOpt exports none then, and vLLM takes 1."""
+
+    def without(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
+            del tensors[name]
+
+    for layer in loaded(modelopt(place, without)).model.layers:
+        assert (layer.self_attn.attn.k_scale.item(), layer.self_attn.attn.v_scale.item()) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"kv_cache_quant_algo": "NVFP4"},
+        {"kv_cache_scheme": {"num_bits": 4, "type": "float", "dynamic": False}},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "int"}},
+        {"kv_cache_scheme": "FP8"},
+    ],
+    ids=str,
+)
+def test_a_cache_of_modelopt_that_is_not_fp8_is_refused(entries: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="kv_cache_"):
+        rules_for(None, {"quant_method": "modelopt", "quant_algo": "FP8", **entries})
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["self_attn.qkv_proj"]},
+        {"quant_method": "fp8", "modules_to_not_convert": ["self_attn.qkv_proj"]},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {
+                "group": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel",
+                    },
+                }
+            },
+            "ignore": ["self_attn.qkv_proj"],
+        },
+    ],
+    ids=lambda stored: stored["quant_method"],
+)  # fmt: skip
+def test_a_fused_layer_that_is_left_out_by_its_own_name(stored: dict[str, Any]) -> None:
+    """A checkpoint may store the slots of a layer as one tensor, and name that."""
+    rules = rules_for(None, stored)
+    assert rules.rule_of("self_attn.q_proj", "self_attn.qkv_proj")[1] is None
+    assert rules.rule_of("self_attn.qkv_proj.other", "")[1] is None or "compressed" in str(stored)
+    assert rules.rule_of("self_attn.o_proj", "")[1] is not None
+    assert rules.rule_of("self_attn.qkv_proj2", "")[1] is not None
 
 
 def test_names_that_modelopt_leaves_out_may_have_stars() -> None:

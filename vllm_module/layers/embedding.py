@@ -62,12 +62,10 @@ class VocabParallelEmbedding(vLLMModule):
         (shard,) = self.weight.shards[0]
         local = input_ids - shard.start
         elsewhere = (local < 0) | (local >= shard.length)
-        weight: torch.Tensor = self.weight
-        if self.tp_group.rank == 0:  # does not mask ids outside the vocabulary, so that they raise
-            elsewhere &= (input_ids >= 0) & (input_ids < self.num_embeddings)
-            weight = weight[: shard.length]
-        local = local.masked_fill(elsewhere, 0)
-        rows = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        # Ids outside of the vocabulary raise on all ranks: they would wait in the sum for one.
+        outside = (input_ids < 0) | (input_ids >= self.num_embeddings)
+        local = local.masked_fill(elsewhere, 0).masked_fill(outside, -1)
+        rows = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.adapters is not None:
             rows = self.adapters.add_embedded(local, elsewhere, rows)
         return self.tp_group.all_reduce(rows)

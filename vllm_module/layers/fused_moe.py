@@ -380,6 +380,12 @@ class FusedMoE(vLLMModule):
         ranks, own = self.expert_group.ranks, len(hidden)
         if ranks.size == 1:
             return self._compute(hidden, weights, experts)
+        if self.w13.adapters is not None or self.w2.adapters is not None:
+            raise UnsupportedModelError(
+                "adapters of experts are not computed where ranks have tokens of their own: leave "
+                "out own_tokens, or merge the adapter into its base model with PEFT's "
+                "merge_and_unload()"
+            )
         counts = ranks.all_gather(torch.tensor([own], device=hidden.device), 0)
         most = int(counts.max())
         if most == 0:  # on all ranks

@@ -189,11 +189,12 @@ class QuantizableLayer(vLLMModule):
         ``RuntimeError`` if the layer is loaded.
         """
         own = self.quant_method
-        plain = type(own) is UnquantizedMethod and type(self.weight) is ModelWeightParameter
+        weight = self._parameters.get("weight")  # another method may have none
+        plain = type(own) is UnquantizedMethod and type(weight) is ModelWeightParameter
         if not (plain or self._is_replaced):
             raise UnsupportedModelError(
                 f"{type(self).__name__} holds its weight in its own way ({type(own).__name__}, "
-                f"{type(self.weight).__name__}), which {type(method).__name__} does not know"
+                f"{type(weight).__name__}), which {type(method).__name__} does not know"
             )
         names = self.parameter_names
         if not all(self.get_parameter(name).is_meta for name in names):

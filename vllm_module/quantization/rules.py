@@ -49,6 +49,7 @@ class Rules:
         demanded: the targets that the user wrote; each must have an effect.
         kv_scales: what the checkpoint calls the scales for keys and for values, relative to the
             module that has the attention layer; ``None`` if it has none.
+        kv_scales_are_optional: whether it may lack both of a layer, which are 1 then.
         joined: returns the method of a fused layer whose slots have different ones, ``None`` if
             there is none. Without it there never is one.
 
@@ -57,6 +58,7 @@ class Rules:
     rules: tuple[Rule, ...]
     demanded: tuple[str, ...] = ()
     kv_scales: tuple[str, str] | None = None
+    kv_scales_are_optional: bool = False
     joined: Callable[[Mapping[str, object]], QuantizeMethod | None] | None = None
 
     @cached_property
@@ -86,7 +88,7 @@ class Rules:
         """
         names = [name, *spellings]
         end = len(self.rules)
-        first = min(self._by_name.get(each, end) for each in names)
+        first = min(self._by_name.get(each, end) for each in (*names, fused))
         for at, target in self._others:
             if at > first:
                 break
@@ -137,7 +139,7 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
     schemes: dict[str, Scheme | QuantizeMethod] = {}
     used_targets: set[str] = set()
     for path, layer in layers.items():
-        if layer.weight not in shared:
+        if shared.isdisjoint(layer.parameters(recurse=False)):
             targets, scheme = _decide(path, layer, rules, aliases)
             used_targets |= targets
             if scheme is not None:
@@ -168,7 +170,7 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
             ) from None
     for module in modules.values():
         if isinstance(module, QuantizableKVCache) and rules.kv_scales is not None:
-            module.create_kv_scales(rules.kv_scales)
+            module.create_kv_scales(rules.kv_scales, optional=rules.kv_scales_are_optional)
 
 
 def _is_loaded(module: nn.Module) -> bool:

@@ -153,11 +153,25 @@ class ModelOptConfig(StoredConfig):
             raise unsupported("kv_cache_quant_algo", "FP8 or null", cache)
         # A * stands for any part of a name, dots included (Python's fnmatch, which ModelOpt uses).
         ignored = [*(self.exclude_modules or ()), *(self.ignore or ()), "lm_head"]
-        has_scales = cache is not None or bool(self.kv_cache_scheme)
+        named = [f"={target}" for target in ignored if "*" not in target]  # or the fused layer's
+        has_scales = cache is not None or self._is_fp8(self.kv_cache_scheme)
         return Rules(
-            (*_ignored([_glob(target, ".*") for target in ignored]), (EVERY_LAYER, method)),
+            (*_ignored(named, [_glob(target, ".*") for target in ignored]), (EVERY_LAYER, method)),
             kv_scales=("k_proj.k_scale", "v_proj.v_scale") if has_scales else None,
+            kv_scales_are_optional=True,  # it exports none where it has not calibrated the cache
         )
+
+    @staticmethod
+    def _is_fp8(scheme: object) -> bool:
+        """Return whether the cache is FP8. Raises ``UnsupportedModelError`` for another one."""
+        if not scheme:
+            return False
+        if not isinstance(scheme, Mapping) or [scheme.get(n) for n in ("num_bits", "type")] != [
+            8,
+            "float",
+        ]:
+            raise unsupported("kv_cache_scheme", "num_bits 8 and type float, or null", scheme)
+        return True
 
 
 class MXFP4Config(StoredConfig):
