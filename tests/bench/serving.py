@@ -5,7 +5,8 @@
 A tiny model generates for all streams at once: the engine alone (``LLM.generate``), coroutines
 (``AsyncLLM``), and clients in another process (``/v1/completions``, streamed). CPU time is that of
 all threads of the serving process. The texts of the three are compared, and nothing is printed if
-they differ. Rounds alternate.
+they differ. Rounds alternate. "uvicorn" is a server that answers each of these clients with a
+constant at once: what the clients, their connections and HTTP take without us.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,17 @@ def stream_all(pipe: Connection, port: int, prompts: Texts, tokens: int) -> None
         pipe.send(asyncio.run(all_of_them()))
 
 
+async def constant(scope: Any, receive: Any, send: Any) -> None:
+    """Be an application that does nothing, and streams one event."""
+    while (await receive()).get("more_body", False):
+        pass
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    event = b'data: {"choices": [{"text": "x"}]}\n\n'
+    await send({"type": "http.response.body", "body": event, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
 def measured(work: Callable[[], tuple[Texts, list[float]]]) -> tuple[float, float, Texts, float]:
     """Return CPU seconds, seconds, texts, and the median of seconds to a first token."""
     cpu, begin = time.process_time(), time.perf_counter()
@@ -104,12 +117,14 @@ def main() -> None:
     state = State(["tiny"], 64, engine)
     listener = Listener(application(state, Keys((), ()), Limits()), Address(port=0), Limits())
     listener.start()
-    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-    port = int(listener.url.rpartition(":")[2])
-    clients = multiprocessing.get_context("spawn").Process(
-        target=stream_all, args=(theirs, port, prompts, options.tokens), daemon=True
-    )
-    clients.start()
+    floor = Listener(constant, Address(port=0), Limits())
+    floor.start()
+    spawning = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    for name, server in {"HTTP": listener, "uvicorn": floor}.items():
+        pipes[name], theirs = spawning.Pipe()
+        given = theirs, int(server.url.rpartition(":")[2]), prompts, options.tokens
+        spawning.Process(target=stream_all, args=given, daemon=True).start()
 
     def alone() -> tuple[Texts, list[float]]:
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -127,34 +142,42 @@ def main() -> None:
         found = asyncio.run(all_of_them())
         return [text for text, _ in found], [first for _, first in found]
 
-    def http() -> tuple[Texts, list[float]]:
-        pipe.send(True)
-        found = pipe.recv()
+    def http(name: str) -> tuple[Texts, list[float]]:
+        pipes[name].send(True)
+        found = pipes[name].recv()
         return [text for text, _ in found], [first for _, first in found]
 
-    ways = {"LLM.generate": alone, "AsyncLLM": coroutines, "HTTP": http}
+    ways = {
+        "LLM.generate": alone,
+        "AsyncLLM": coroutines,
+        "HTTP": partial(http, "HTTP"),
+        "uvicorn": partial(http, "uvicorn"),
+    }
     rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     expected, _ = alone()
     for count in range(options.rounds + 1):
         for name, way in ways.items():
             cpu, seconds, texts, first = measured(way)
-            assert texts == expected, f"{name} gives other texts: no figure"
+            if texts != expected and name != "uvicorn":
+                raise SystemExit(f"{name} gives other texts: no figure")
             if count:  # the first round warms up
                 rounds[name].append((cpu, seconds, first))
-    pipe.send(False)
-    listener.stop()
-    listener.stop()
-    listener.join()
+    for pipe in pipes.values():
+        pipe.send(False)
+    for server in (listener, floor):
+        server.stop()
+        server.stop()
+        server.join()
     engine.close()
     tokens = options.streams * options.tokens
     results: dict[str, Any] = {"streams": options.streams, "tokens": options.tokens}
     for name, found in rounds.items():
         cpu, seconds, first = (statistics.median(column) for column in zip(*found, strict=True))
-        results[name] = {
-            "cpu ms a token": 1000 * cpu / tokens,
-            "tokens a second": tokens / seconds,
-            "ms to first token": 1000 * first,
-        }
+        results[name] = {"ms to first token": 1000 * first}
+        if name != "uvicorn":
+            results[name] |= {
+                "cpu ms a token": 1000 * cpu / tokens, "tokens a second": tokens / seconds,
+            }  # fmt: skip
     for name in ("AsyncLLM", "HTTP"):
         beyond = [
             1000 * (mine[0] - engines[0]) / tokens
