@@ -28,6 +28,7 @@ from vllm_module.errors import CheckpointFormatError, ModelNotReadyError, Unsupp
 from vllm_module.runtime.adapter_methods import AdapterMethods
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.expert_methods import ExpertMethods
 from vllm_module.runtime.generation_config import (
     default_sampling_params,
     own_folder,
@@ -54,7 +55,15 @@ _DTYPES: dict[Any, str] = {"half": "float16", "float": "float32"}  # vLLM's othe
 _CLOSE_TIMEOUT = 30.0  # seconds that close() waits for a step to end
 
 
-class LLM(AdapterMethods, TextMethods, EncoderMethods, Resharding, WeightMethods, Summarized):
+class LLM(
+    AdapterMethods,
+    TextMethods,
+    EncoderMethods,
+    ExpertMethods,
+    Resharding,
+    WeightMethods,
+    Summarized,
+):
     """A loaded model that turns prompts into text, or an encoder that turns them into vectors.
 
     ``LLM("folder").generate("Once upon a time")[0].outputs[0].text``

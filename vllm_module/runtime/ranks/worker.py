@@ -30,6 +30,7 @@ from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_b
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
+from vllm_module.runtime.ranks.worker_experts import WorkerExperts
 from vllm_module.runtime.ranks.worker_weights import WorkerWeights
 from vllm_module.runtime.sampling.sampler import warm_up
 from vllm_module.runtime.step_inputs import StepInputs
@@ -59,7 +60,7 @@ class SequenceMemory(NamedTuple):
     windows: frozenset[int | None]
 
 
-class Worker(WorkerWeights):
+class Worker(WorkerWeights, WorkerExperts):
     """Loads this rank's part of the model and runs steps on it.
 
     Args:
