@@ -119,21 +119,14 @@ def write_box(
 ) -> None:
     """Write the values of a box of the plan to where this rank is to hold it.
 
-    Parameters are contiguous.
+    It is all of one of the layout's boxes, and parameters are contiguous.
     """
     shape, part = layout.find(each.name)[0].shape, each.box(number)
     for box in boxes_on(layout, each, rank):
-        at = place((box.start, box.size), box.view or shape, part, each.route.view)
-        if at is None:
-            continue
-        region = _region(layout, each, rank, tensors, box)
-        if box.numel == 1:
-            region.copy_(values.reshape(()))
-        elif math.prod(at.shape) == box.numel:
-            region.copy_(values.reshape(region.shape))
-        else:  # the plan's box is a part of it
-            whole = region.clone(memory_format=torch.contiguous_format)
-            whole.as_strided(at.shape, at.strides, at.offset).copy_(values.reshape(at.shape))
-            region.copy_(whole)
-        return
+        view = box.view or shape
+        if place((box.start, box.size), view, part, each.route.view) is not None:
+            assert math.prod(part[1]) == box.numel, f"{each.name}: a box arrives in parts"
+            region = _region(layout, each, rank, tensors, box)
+            region.copy_(values.reshape(() if box.numel == 1 else region.shape))
+            return
     raise AssertionError(f"{each.name}: rank {rank} does not keep {part}")

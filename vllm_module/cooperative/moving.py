@@ -147,6 +147,7 @@ def exchange_boxes(
     """Move what this rank and others hold from one layout to the other, in place.
 
     Of each parameter all boxes have arrived before one is written: it may lie where another was.
+    Each box of the target is one of the source's, in another place.
 
     Args:
         plan: from ``source`` to ``target``, made with ``in_place``; the same on every rank.

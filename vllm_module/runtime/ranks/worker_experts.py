@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vllm_module.config import LoadConfig
 from vllm_module.cooperative import exchange_boxes
-from vllm_module.core.layout_of import layout_of_module
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.state import refuse_to_run, state_of
 from vllm_module.distributed import ProcessGroup, TensorParallelGroup
 from vllm_module.layers.placed_experts import PlacedExperts
-from vllm_module.layout import TransferPlan
-from vllm_module.parameters import Experts
+from vllm_module.layout import (
+    HeldBox,
+    HeldParameter,
+    Layout,
+    Partition,
+    RankBoxes,
+    StoredTensorLayout,
+    Strided,
+    TransferPlan,
+)
+from vllm_module.layout.layout import EXPERT, FORMAT, VERSION
+from vllm_module.parameters import BasevLLMParameter, Experts
 
 
 class WorkerExperts:
@@ -46,11 +57,12 @@ class WorkerExperts:
                 stages have is passed over.
 
         """
-        received, layers = 0, self._layers()
+        received, layers, limit = 0, self._layers(), self.load_config.timeout
+        group = self._group.group if isinstance(self._group, ProcessGroup) else None
         try:
             for path, layer in layers.items():
                 if path in placements:
-                    received += self._rearrange(layer, placements[path])
+                    received += move_experts(layer, placements[path], group, limit)
         except BaseException as error:
             refuse_to_run(self.model, error, "experts that were moved")
             raise
@@ -58,20 +70,61 @@ class WorkerExperts:
         state_of(self.model).sources.clear()
         return received
 
-    def _rearrange(self, layer: PlacedExperts, placement: tuple[int, ...]) -> int:
-        ranks = layer.experts.size
-        source = layout_of_module(layer, ranks)
-        layer.place_experts(placement)
-        target = layout_of_module(layer, ranks)
-        plan = TransferPlan(source, target, in_place=True)
-        tensors: dict[str, torch.Tensor] = dict(layer.named_parameters())
-        assert isinstance(self._group, ProcessGroup)
-        limit = self.load_config.timeout
-        received = exchange_boxes(
-            plan, source, target, tensors, group=self._group.group, timeout=limit
+
+def move_experts(
+    layer: PlacedExperts,
+    placement: Sequence[int],
+    group: dist.ProcessGroup | None,
+    timeout: float,
+) -> int:
+    """Move a layer's experts to other places, in place; return the bytes that came to this rank.
+
+    All ranks of ``group`` make this call, and a message may take ``timeout`` seconds. The values
+    are a mixture if it raises.
+    """
+    source = held_layout(layer)
+    layer.place_experts(placement)
+    target = held_layout(layer)
+    plan = TransferPlan(source, target, in_place=True)
+    tensors: dict[str, torch.Tensor] = dict(layer.named_parameters())
+    received = exchange_boxes(plan, source, target, tensors, group=group, timeout=timeout)
+    modules: Any = layer.modules()
+    for module in modules:
+        for process in module.processing() if isinstance(module, vLLMModule) else ():
+            process()
+    return received
+
+
+def held_layout(layer: PlacedExperts) -> Layout:
+    """Return where each expert lies on all ranks, as they hold it: quantized, packed, padded.
+
+    Tensors are the experts of each parameter, by its path and the expert's number.
+    """
+    experts = layer.experts
+    parameters, shapes, partitions, tensors = {}, [], [], []
+    kept = [replace(experts, rank=rank).kept for rank in range(experts.size)]
+    for path, parameter in layer.named_parameters():
+        if not isinstance(parameter, BasevLLMParameter) or parameter.experts is None:
+            continue
+        shape, strides, dtype = parameter.shape[1:], parameter.stride()[1:], str(parameter.dtype)
+        step, at = parameter.stride(0), len(tensors)
+        start = (0,) * len(shape)
+        held = tuple(
+            RankBoxes(
+                (rank,),
+                (HeldBox(start, tuple(shape), Strided(place * step, tuple(shape), strides, step)),),
+                (expert, 1),
+            )
+            for rank, numbers in enumerate(kept)
+            for place, expert in enumerate(numbers)
         )
-        modules: Any = layer.modules()
-        for module in modules:
-            for process in module.processing() if isinstance(module, vLLMModule) else ():
-                process()
-        return received
+        dtype = dtype.removeprefix("torch.")
+        parameters[path] = HeldParameter(dtype, at)
+        shapes.append(tuple(((rank,), (len(each), *shape)) for rank, each in enumerate(kept)))
+        partitions.append(Partition(held))
+        name, every = f"{path}.{EXPERT}", (0, experts.count)
+        tensors.append(StoredTensorLayout(name, tuple(shape), dtype, path, at, experts=every))
+    return Layout(
+        FORMAT, VERSION, type(layer).__name__, experts.size, parameters, tuple(shapes),
+        tuple(partitions), tuple(tensors),
+    )  # fmt: skip
