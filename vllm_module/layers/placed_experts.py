@@ -40,10 +40,13 @@ class PlacedExperts(vLLMModule):
             no expert. With experts that have several places ``[3, count + 1]``: the number of this
             rank's place among the expert's, and how many it has, follow. It is ``None`` on one
             rank, which keeps all of them in order. Its memory stays when experts move.
+        counts: int64 ``[count + 1]`` to add the tokens of each expert to, if set; the last is of
+            no expert.
 
     """
 
     places: torch.Tensor | None
+    counts: torch.Tensor | None = None
 
     def __init__(self, count: int, together: bool) -> None:
         super().__init__()
@@ -53,6 +56,11 @@ class PlacedExperts(vLLMModule):
         self.experts = Experts(count, 0, 1, together)
         if (group := self.expert_group) is not None:
             self.cut_group = SimulatedGroup(0, 1)
+            if group.redundant > (most := count * (group.ranks.size - 1)):
+                raise ShardingError(
+                    f"{group.redundant} redundant experts: with one on each rank, "
+                    f"{group.ranks.size} ranks have places for {most} beside the {count} experts"
+                )
             placed = tuple(place % count for place in range(count + group.redundant))
             self.experts = Experts(count, group.ranks.rank, group.ranks.size, together, placed)
         self.register_buffer("places", None, persistent=False)
@@ -94,6 +102,10 @@ class PlacedExperts(vLLMModule):
         ``chosen`` has the experts of each token, int32 ``[tokens, top_k]``; -1 is none. Of an
         expert's places the tokens take turns.
         """
+        if self.counts is not None:
+            numbers = chosen.flatten().long()
+            numbers = numbers.where(numbers >= 0, self.experts.count)
+            self.counts.scatter_add_(0, numbers, torch.ones_like(numbers))
         if self.places is not None and self.places.dim() == 1:
             chosen = self.places[chosen]
         elif self.places is not None:

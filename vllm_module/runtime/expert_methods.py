@@ -31,6 +31,15 @@ class ExpertMethods:
         with self.engine.alone():
             return {path: _placement(each) for path, each in self._experts().items()}
 
+    def expert_counts(self) -> dict[str, list[int]]:
+        """Return the tokens that each expert of a layer got since experts were rearranged last.
+
+        They are those of all steps, by the layer's path; with ``enable_eplb``, else there are none.
+        Those of prompts count, and those that are computed again.
+        """
+        with self.engine.alone():
+            return self._of_stages("expert_counts")
+
     def rearrange_experts(
         self,
         counts: Sequence[Sequence[float]] | None = None,
@@ -40,12 +49,12 @@ class ExpertMethods:
         """Move experts to other ranks, between two steps, so that each has as much to do.
 
         Requests go on, and keep what has been computed: the model is the same, up to the order in
-        which ranks add up. Updates, digests and :meth:`layout` know the new places; what a trainer
-        has planned from an older :meth:`layout` is refused or has to be planned again.
+        which ranks add up. Updates and digests know the new places, and so does :meth:`layout`,
+        from which a trainer that sends boxes has to plan again.
 
         Args:
-            counts: tokens of each expert, by layer, in the order of :meth:`expert_placements`.
-                Where experts go then,
+            counts: tokens of each expert, by layer, in the order of :meth:`expert_placements`;
+                by default those of :meth:`expert_counts`. Where experts go then,
                 :func:`~vllm_module.parameters.balancing.balanced_placement` says.
             placements: where experts go, by the path of a layer. Other layers stay as they are.
 
@@ -53,14 +62,14 @@ class ExpertMethods:
             The bytes that ranks have sent each other.
 
         Raises:
-            ValueError: no experts are spread over ranks, other layers or experts are counted, or
-                adapters are loaded.
+            ValueError: no experts are spread over ranks, other layers or experts are counted,
+                none are counted here, or adapters are loaded.
             ShardingError: an expert has no place, or two on one rank.
             RuntimeError: the engine sleeps.
             RankError: a rank ended or hangs. The engine has ended then.
 
         """
-        if (counts is None) == (placements is None):
+        if counts is not None and placements is not None:
             raise ValueError("rearrange_experts takes either counts of tokens or placements")
         with self._changing():
             self._check_whole()
@@ -75,6 +84,13 @@ class ExpertMethods:
                     f"the adapter {shorten(next(iter(adapters)))} has parts beside the experts, "
                     "which do not move: unload_adapter it first, and load it again afterwards"
                 )
+            if counts is None and placements is None:
+                counts = [*self._of_stages("expert_counts").values()]
+                if not counts:
+                    raise ValueError(
+                        "this engine counts no tokens of experts: make it with enable_eplb=True, "
+                        "or give counts or placements"
+                    )
             wanted = _balanced(experts, counts) if placements is None else placements
             new = {
                 path: placement
@@ -87,12 +103,18 @@ class ExpertMethods:
                 if not self.executor.can_run:
                     self.engine.fail(f"rearranging the experts failed: {describe_error(error)}")
                 raise
+            if self.executor.worker.config.enable_eplb:
+                self.executor.collective_rpc("count_experts")
         return sum(received)
 
     def _experts(self) -> dict[str, Experts]:
-        """Return the experts of each layer of all stages, as rank 0 of the stage has them."""
+        found: dict[str, Experts] = self._of_stages("placed_experts")
+        return found
+
+    def _of_stages(self, method: str) -> dict[str, Any]:
+        """Return what a worker's method returns of each layer on the first rank of its stage."""
         self.executor.check()
-        of_ranks = self.executor.collective_rpc("placed_experts")
+        of_ranks = self.executor.collective_rpc(method)
         of_stages = of_ranks[:: self.executor.size // self.executor.stages]
         # The first ranks have the last stage.
         return {path: each for stage in reversed(of_stages) for path, each in stage.items()}

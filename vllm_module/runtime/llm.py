@@ -72,8 +72,8 @@ class LLM(
         model: a folder, a GGUF file, a hub id or a URL, as in
             :class:`~vllm_module.config.ModelConfig`.
         revision, dtype, quantization, max_model_len, hf_overrides, model_code, download_dir,
-            hf_token, enable_expert_parallel, model_impl, trust_remote_code: as in
-            :class:`~vllm_module.config.ModelConfig`.
+            hf_token, enable_expert_parallel, num_redundant_experts, model_impl, trust_remote_code:
+            as in :class:`~vllm_module.config.ModelConfig`.
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,
             instead of the model's.
         skip_tokenizer_init: read no tokenizer; prompts are token ids.
@@ -129,6 +129,7 @@ class LLM(
         download_dir: str | None = None,
         hf_token: str | bool | None = None,
         enable_expert_parallel: bool = False,
+        num_redundant_experts: int = 0,
         model_impl: ModelImpl | Literal["vllm"] = "auto",
         trust_remote_code: bool = False,
         tokenizer: str | None = None,
@@ -175,6 +176,7 @@ class LLM(
             "download_dir": None if download_dir is None else str(download_dir),
             "hf_token": hf_token,
             "enable_expert_parallel": enable_expert_parallel,
+            "num_redundant_experts": num_redundant_experts,
             "model_impl": "native" if model_impl == "vllm" else model_impl,
             "trust_remote_code": trust_remote_code,
         }

@@ -108,6 +108,8 @@ class Worker(WorkerWeights, WorkerExperts):
         self.rank = (stage.size - 1 - stage.rank) * self._group.size + self._group.rank
         self._shape: tuple[int, int, int] | None = None  # arguments of the last start
         self._adapter_rows = AdapterRows(self.new_slots())
+        if config.enable_eplb:
+            self.count_experts()
 
     @property
     def is_encoder(self) -> bool:
@@ -269,6 +271,8 @@ class Worker(WorkerWeights, WorkerExperts):
             torch.cuda.synchronize()
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len
+        if config.enable_eplb:
+            self.count_experts()  # from zero, after steps that were tried
         # What stages send each other is part of no graph.
         if on_gpu and not config.enforce_eager and self._pipe is None:
             self.runner.capture(config.max_num_batched_tokens)

@@ -27,6 +27,7 @@ from vllm_module.layout import (
 )
 from vllm_module.layout.layout import EXPERT, FORMAT, VERSION
 from vllm_module.parameters import BasevLLMParameter, Experts
+from vllm_module.runtime.held_file import forget_layout
 
 
 class WorkerExperts:
@@ -39,6 +40,20 @@ class WorkerExperts:
     def placed_experts(self) -> dict[str, Experts]:
         """Return the experts of each layer that has spread them over ranks, by its path."""
         return {path: layer.experts for path, layer in self._layers().items()}
+
+    def count_experts(self) -> None:
+        """Count the tokens of each expert from zero."""
+        for layer in self._layers().values():
+            if layer.counts is None:
+                assert layer.places is not None
+                number, device = layer.experts.count + 1, layer.places.device
+                layer.counts = torch.zeros(number, dtype=torch.int64, device=device)
+            layer.counts.zero_()
+
+    def expert_counts(self) -> dict[str, list[int]]:
+        """Return the tokens that each expert has got, by the path of its layer."""
+        layers = self._layers().items()
+        return {path: each.counts.tolist()[:-1] for path, each in layers if each.counts is not None}
 
     def _layers(self) -> dict[str, PlacedExperts]:
         return {
@@ -66,6 +81,8 @@ class WorkerExperts:
         except BaseException as error:
             refuse_to_run(self.model, error, "experts that were moved")
             raise
+        finally:
+            forget_layout(self.model)
         # Of what was quantized while it was loaded, other ranks have the digests.
         state_of(self.model).sources.clear()
         return received
