@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import runpy
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_module import LLM
-from vllm_module.errors import ShardingError
+from vllm_module.errors import RankError, ShardingError
+from vllm_module.runtime.ranks import worker_experts
 from vllm_module.weights.changes import Changes
 from vllm_module.weights.digests import digest_weight
 
@@ -202,3 +204,30 @@ def test_other_ways_to_load_know_the_places(spread: LLM, folder: Path, expected:
         patch.setenv("VLLM_MODULE_REPLICA_TOKEN", server.token)
         with engine(server.url, block_size=4) as llm:
             assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "raise"])
+def test_a_rank_that_fails_while_experts_move_is_named(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests end with the reason, and nothing is computed with a mixture."""
+    folder = write(tmp_path / "mixtral", "mixtral")
+    with engine(folder, load_config={"timeout": 4.0}, **SPREAD) as llm:
+        pid = llm.executor._ranks.processes._processes[1].pid
+        right, calls = worker_experts.exchange_boxes, []
+
+        def faulty(*given: Any, **named: Any) -> int:
+            calls.append(None)
+            if len(calls) == 2:  # of the second layer
+                if fault == "raise":
+                    raise MemoryError("no memory for what moves")
+                os.kill(pid, getattr(signal, fault))
+            return right(*given, **named)
+
+        monkeypatch.setattr(worker_experts, "exchange_boxes", faulty)
+        message = "no memory for what moves|rank 1|rank 0"
+        with pytest.raises((RankError, MemoryError), match=message):
+            move(llm, random.Random(5))
+        assert len(calls) == 2
+        with pytest.raises((RankError, RuntimeError)):
+            tokens(llm)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from vllm_module.config import LoadConfig
 from vllm_module.cooperative import exchange_boxes
 from vllm_module.core.module import vLLMModule
-from vllm_module.core.state import refuse_to_run, state_of
+from vllm_module.core.state import refuse_to_run
+from vllm_module.core.tree import state_of
 from vllm_module.distributed import ProcessGroup, TensorParallelGroup
 from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.layout import (
@@ -118,7 +119,8 @@ def held_layout(layer: PlacedExperts) -> Layout:
     Tensors are the experts of each parameter, by its path and the expert's number.
     """
     experts = layer.experts
-    parameters, shapes, partitions, tensors = {}, [], [], []
+    parameters, shapes, partitions = {}, [], []
+    tensors: list[StoredTensorLayout] = []
     kept = [replace(experts, rank=rank).kept for rank in range(experts.size)]
     for path, parameter in layer.named_parameters():
         if not isinstance(parameter, BasevLLMParameter) or parameter.experts is None:
