@@ -206,6 +206,20 @@ def test_other_ways_to_load_know_the_places(spread: LLM, folder: Path, expected:
             assert tokens(llm) == expected
 
 
+def test_experts_of_pipeline_stages_move(folder: Path, alone: LLM, expected: Any) -> None:
+    """Within each stage; layers have the order of the model, not that of ranks."""
+    with engine(folder, pipeline_parallel_size=2, **SPREAD) as llm:
+        placements = llm.expert_placements()
+        assert [*placements] == sorted(placements)
+        counts = [range(len(placed)) for placed in placements.values()]
+        assert move(llm, random.Random(7)) > 0
+        assert tokens(llm) == expected
+        assert all(sum(each) for each in llm.expert_counts().values())
+        llm.rearrange_experts(counts)
+        assert tokens(llm) == expected
+        assert llm.digest().tensors == alone.digest().tensors
+
+
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "raise"])
 def test_a_rank_that_fails_while_experts_move_is_named(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
