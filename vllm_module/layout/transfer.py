@@ -98,8 +98,7 @@ class TransferPlan:
             tensor that would arrive in more than ``most`` parts are joined at the source first, and
             what several ranks of a host keep is sent there once.
         most: see above.
-        in_place: True if both layouts are of the same ranks, which then send themselves what they
-            have.
+        in_place: True if both layouts are of the same ranks, which keep what they have.
 
     Attributes:
         routes: the :class:`Route` of each kind of tensors.
@@ -123,7 +122,7 @@ class TransferPlan:
         self.source_ranks, self.target_ranks = source.ranks, target.ranks
         if in_place and (source.ranks != target.ranks or source_node > 1 or target_node > 1):
             raise ValueError("moves in place are from each rank to each, and no host gathers them")
-        routing = _Routing(source, target, source_node, target_node, most, in_place)
+        routing = _Routing(source, target, (source_node, target_node), most, in_place)
         kinds: dict[_Kind, list[StoredTensorLayout]] = {}
         for entry in target.tensors:
             # Tied tensors fill the same elements as another one.
@@ -170,16 +169,10 @@ class _Routing:
     """Makes routes, and balances what the ranks of the source send in all of them."""
 
     def __init__(
-        self,
-        source: Layout,
-        target: Layout,
-        source_node: int,
-        target_node: int,
-        most: int,
-        in_place: bool,
+        self, source: Layout, target: Layout, nodes: tuple[int, int], most: int, in_place: bool
     ) -> None:
         self.source, self.target, self.in_place = source, target, in_place
-        self.source_node, self.target_node, self.most = source_node, target_node, most
+        (self.source_node, self.target_node), self.most = nodes, most
         self.load = [0] * source.ranks
         # An override may divide a tensor among several entries.
         self._partitions: dict[str, list[int]] = {}
