@@ -317,13 +317,12 @@ class _Making:
         own = [each for each in piece.holders if self._routing.in_place and each.rank == target]
         while first < end:
             holders = [each for each in piece.holders if each.first <= first < each.end]
-            holders = [each for each in holders if each in own] or holders
             if not holders:
                 raise ValueError(
                     f"{printable_name(self._entries[0].name)}: no rank of the source holds all of "
                     f"expert {first}"
                 )
-            chosen = min(holders, key=lambda each: load[each.rank])
+            chosen = min(holders, key=lambda each: (each not in own, load[each.rank]))
             stop = min(end, chosen.end, *(each.first for each in own if each.first > first))
             if chosen not in own:
                 load[chosen.rank] += weight * (stop - first)
