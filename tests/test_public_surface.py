@@ -55,10 +55,10 @@ vLLMModule.sleep(self)
 vLLMModule.process_weights_after_loading(self)
 LLM(model, *, revision=None, dtype='auto', quantization=None, max_model_len=None,
     hf_overrides=None, model_code=None, download_dir=None, hf_token=None,
-    enable_expert_parallel=False, model_impl='auto', trust_remote_code=False, tokenizer=None,
-    tokenizer_revision=None, skip_tokenizer_init=False, chat_template=None, seed=0,
-    max_logprobs=20, generation_config='auto', override_generation_config=None, device='auto',
-    load_format=None, load_config=None, **engine)
+    enable_expert_parallel=False, num_redundant_experts=0, model_impl='auto',
+    trust_remote_code=False, tokenizer=None, tokenizer_revision=None, skip_tokenizer_init=False,
+    chat_template=None, seed=0, max_logprobs=20, generation_config='auto',
+    override_generation_config=None, device='auto', load_format=None, load_config=None, **engine)
 LLM.from_engine_args(engine_args)
 LLM.get_tokenizer(self)
 LLM.get_default_sampling_params(self)

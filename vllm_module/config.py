@@ -155,6 +155,9 @@ class ModelConfig(_Closed):
             run once in a process: after an edit, start the process again.
         enable_expert_parallel: each rank holds whole experts of mixture-of-experts layers, instead
             of its tensor-parallel part of every expert.
+        num_redundant_experts: places of a layer for experts that are held a second time, or more
+            often, each time on another rank. ``LLM.rearrange_experts`` gives them to those with
+            most tokens.
         model_impl: ``"native"`` is a model of this package, or one that was registered;
             ``"transformers"`` is the class of the transformers library, with our layers in it.
             ``"auto"`` is native where there is one.
@@ -186,6 +189,7 @@ class ModelConfig(_Closed):
     hf_overrides: dict[str, Any] = Field(default_factory=dict)
     model_code: Path | None = None
     enable_expert_parallel: _Flag = False
+    num_redundant_experts: Annotated[int, Field(ge=0, strict=True)] = 0
     model_impl: ModelImpl = "auto"
     trust_remote_code: _Flag = False
 
@@ -255,6 +259,7 @@ class EngineConfig(_Closed):
         step_timeout: seconds that a rank waits in a step for the others, which it then names.
         enforce_eager: run every step without CUDA graphs.
         enable_torch_compile: let torch.compile fuse the operations between attention layers.
+        enable_eplb: count the tokens of each expert, by which ``LLM.rearrange_experts`` moves them.
         enable_return_routed_experts: outputs have the experts that each token went to, as
             ``routed_experts``; of models with experts, in one pipeline stage.
         async_scheduling: launch the next step before the tokens of this one are read, if both only
@@ -290,6 +295,7 @@ class EngineConfig(_Closed):
     step_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 300.0
     enforce_eager: _Flag = False
     enable_torch_compile: _Flag = False
+    enable_eplb: _Flag = False
     enable_return_routed_experts: _Flag = False
     async_scheduling: _Flag | None = None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
@@ -305,6 +311,15 @@ class EngineConfig(_Closed):
                 f"async_scheduling is for one stage, and pipeline_parallel_size is "
                 f"{self.pipeline_parallel_size}: leave it out, because stages compute batches of "
                 "different requests at the same time"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _counts_are_no_part_of_compiled_layers(self) -> EngineConfig:
+        if self.enable_eplb and self.enable_torch_compile:
+            raise ValueError(
+                "enable_eplb does not go with enable_torch_compile, which compiles layers that "
+                "count: leave one of them out"
             )
         return self
 

@@ -43,6 +43,7 @@ from vllm_module.errors import (
 from vllm_module.export import sharded_state
 from vllm_module.export.compressed import convert
 from vllm_module.export.sharded_state import shard
+from vllm_module.layers import FusedMoE
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.checkpoint import Checkpoint
@@ -335,6 +336,30 @@ def test_another_number_of_ranks_is_refused(copied: Written, size: int) -> None:
     """The message has both sizes."""
     with pytest.raises(ShardingError, match=f"for 2 tensor-parallel ranks.* built for {size}"):
         copied._replace(size=size).load(0)
+
+
+def test_experts_that_have_moved_are_not_filled_from_it(
+    written: Callable[[str], Written], tmp_path: Path
+) -> None:
+    """Its files have those of each rank in order; moved back, they are filled."""
+    state = written("experts spread")
+    more = {"enable_expert_parallel": True, "num_redundant_experts": 1}
+    with pytest.raises(ShardingError, match="experts of each rank in order"):
+        state.load(0, **more)
+    with pytest.raises(UnsupportedModelError, match="leave num_redundant_experts out"):
+        shard(ModelConfig(model=str(state.original), **more), 2, tmp_path / "more")
+    model = state.load(1, enable_expert_parallel=True)
+    expected = {name: tensor.clone() for name, tensor in bits(model).items()}
+    layers: Any = [each for each in model.modules() if isinstance(each, FusedMoE)]
+    for layer in layers:
+        layer.place_experts([*range(layer.num_experts)][::-1])
+    with open_checkpoint(state.folder, load_format="sharded_state") as checkpoint:
+        with pytest.raises(ShardingError, match="experts of each rank in order"):
+            load_from(model, checkpoint)
+        for layer in layers:
+            layer.place_experts(None)
+        load_from(model, checkpoint)
+    assert_same(bits(model), expected)
 
 
 def test_files_that_are_not_those_that_were_written_are_refused(copied: Written) -> None:

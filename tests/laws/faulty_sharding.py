@@ -8,6 +8,7 @@ Pytest's importlib mode has no imports between test files: take it with ``runpy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,6 +136,22 @@ def without_the_rest(kept: Any, experts: Experts) -> range:
 def with_all_the_rest(kept: Any, experts: Experts) -> range:
     each, is_last = experts.count // experts.size, experts.rank == experts.size - 1
     return range(experts.rank * each, experts.count if is_last else (experts.rank + 1) * each)
+
+
+def as_before(table: Any, experts: Experts) -> torch.Tensor:
+    """Return the table of experts in order, with as many places as there are."""
+    places = tuple(place % experts.count for place in range(experts.places))
+    return table(replace(experts, placement=places))
+
+
+def all_turns(table: Any, experts: Experts) -> torch.Tensor:
+    right = table(experts)
+    return right if right.dim() == 1 else torch.stack([right[0], right[1] * 0, right[2] * 0 + 1])
+
+
+def too_many_turns(table: Any, experts: Experts) -> torch.Tensor:
+    right = table(experts)
+    return right if right.dim() == 1 else right + torch.tensor([[0], [0], [1]], dtype=torch.int32)
 
 
 def of_the_other_slot(stored_start: Any, dim: Dim, at: int, start: int) -> int:

@@ -313,9 +313,21 @@ class Named(vLLMModule):
 
 
 class Experts(vLLMModule):
-    """A router and its experts, cut or spread over the ranks."""
+    """A router and its experts, cut or spread over the ranks.
 
-    def __init__(self, spread: bool, hidden: int, correction: bool, **arguments: Any) -> None:
+    Those that are spread lie in the order of a ``turn`` and a ``step``, some several times.
+    """
+
+    def __init__(
+        self,
+        spread: bool,
+        hidden: int,
+        correction: bool,
+        turn: int = 0,
+        step: int = 1,
+        redundant: int = 0,
+        **arguments: Any,
+    ) -> None:
         super().__init__()
         if not arguments["use_grouped_topk"]:
             arguments |= {"num_expert_group": None, "topk_group": None}
@@ -323,8 +335,13 @@ class Experts(vLLMModule):
         experts = arguments["num_experts"]
         self.gate = Router(hidden, experts, e_score_correction_bias=correction)
         bias = self.gate.e_score_correction_bias
-        with expert_parallel() if spread else nullcontext():
+        size = tensor_parallel_group().size
+        more = min(redundant, experts * (size - 1))
+        with expert_parallel(redundant=more) if spread else nullcontext():
             self.experts = FusedMoE(hidden_size=hidden, e_score_correction_bias=bias, **arguments)
+        if spread and size > 1:  # the one rank that they are compared with has them in order
+            placed = [(turn + step * place) % experts for place in range(experts + more)]
+            self.experts.place_experts(placed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts(x, self.gate(x))
@@ -504,6 +521,9 @@ EXPERTS: Mapping[str, Any] = {
     "bias": st.booleans(),
     "shard_names": st.sampled_from([None, ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down")]),
     "transposed": st.booleans(),
+    "turn": st.integers(0, 5),
+    "step": st.sampled_from([1, -1]),
+    "redundant": st.sampled_from([0, 0, 1, 3]),
 }
 LAYOUTS: Mapping[str, Any] = {
     "output": dim_layouts(padded=False),

@@ -158,6 +158,63 @@ def test_the_sum_of_what_a_tokens_experts_compute(layout: str, ranks: str) -> No
             torch.testing.assert_close(computed, loop(weights, x, logits), **CLOSE)
 
 
+PLACED: dict[str, tuple[int, list[int]]] = {
+    "on one rank": (1, [3, 1, 0, 4, 2]),
+    "in another order": (2, [3, 1, 0, 4, 2]),
+    "and uneven": (4, [4, 0, 3, 1, 2]),
+    "one twice": (2, [3, 1, 0, 2, 4, 3]),
+    "one on every rank": (3, [2, 0, 1, 2, 3, 2, 4]),
+    "all on every rank": (2, [4, 3, 2, 1, 0, 0, 1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("placement", PLACED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_compute_the_same_wherever_they_are(layout: str, placement: str) -> None:
+    """In any order and with copies, also if the ranks have tokens of their own."""
+    (arguments, store), (size, placed) = LAYOUTS[layout], PLACED[placement]
+    weights, inputs = stored(bias=True), [tokens(count) for count in (7, 1, 5, 0)[:size]]
+
+    def rank_fn(rank: int, own_tokens: bool) -> torch.Tensor:
+        more = {"redundant": len(placed) - EXPERTS}
+        with tensor_parallel(rank=0, size=1) if own_tokens else nullcontext():
+            own = expert_parallel(rank=rank, size=size, **more)
+            with own if own_tokens else expert_parallel(**more):
+                layer = experts(bias=True, **arguments)
+        layer.place_experts(placed)
+        assert layer.w13.experts is layer.w2.experts is layer.experts
+        layer.load_weights(store(weights))
+        return layer(*inputs[rank if own_tokens else 0])
+
+    for computed in run_ranks(size, lambda rank: rank_fn(rank, False)):
+        torch.testing.assert_close(computed, loop(weights, *inputs[0]), **CLOSE)
+    of_ranks = run_ranks(size, lambda rank: rank_fn(rank, True))
+    for given, computed in zip(inputs, of_ranks, strict=True):
+        torch.testing.assert_close(computed, loop(weights, *given), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ([0, 1, 2, 3], "lacks expert 4"),
+        ([0, 1, 2, 3, 5], "has expert 5, and there are 5 experts"),
+        ([0, 1, 2, 3, -1], "has expert -1"),
+        ([0, 1, 2, 3, 3], "lacks expert 4"),
+        ([0, 1, 0, 2, 3, 4], "has expert 0 twice on rank 0 of 2"),
+        ([0, 1, 2, 3, 4, 0], "has 6 places, and the layer's experts have 5"),
+    ],
+)
+def test_an_impossible_placement_is_refused(placement: list[int], message: str) -> None:
+    """Every expert has a place, none has two on one rank, and the number of places stays."""
+    with tensor_parallel(rank=1, size=2), expert_parallel():
+        layer = experts()
+    before = layer.experts
+    with pytest.raises(ShardingError, match=message):
+        layer.place_experts(placement)
+    assert layer.experts is layer.w2.experts is before
+    assert layer.w13.weight.experts == before
+
+
 def grouped(logits: torch.Tensor, bias: torch.Tensor) -> list[tuple[int, float]]:
     """Choose 2 experts of the best of 2 groups by biased scores, as DeepSeek-V3 does."""
     scores = logits.sigmoid()

@@ -173,10 +173,16 @@ def plan_of_rank(plan: LoadPlan, rank: int, weights: Mapping[str, Weight]) -> Lo
 def _rank(model: vLLMModule, state: ShardedState) -> int:
     """Return the model's rank in ``state``.
 
-    Raises ``ShardingError`` if the model has another number of ranks.
+    Raises ``ShardingError`` if the model has another number of ranks, or experts that have moved.
     """
     group, expected = tensor_parallel_group(), state.manifest.tensor_parallel_size
     places = {(group.rank, group.size)}
+    of_experts = (getattr(each, "experts", None) for each in model.parameters())
+    if any(each is not None and each.placement is not None for each in of_experts):
+        raise ShardingError(
+            f"{printable(state.folder)} has the experts of each rank in order, and those of the "
+            "model have other places: load the original checkpoint, or move them back"
+        )
     cut = {  # the ranks that the model was built for, not those of the surrounding group
         place
         for parameter in model.parameters()

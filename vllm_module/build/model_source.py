@@ -53,6 +53,7 @@ class ModelSource:
         dtype: dtype of parameters that are not quantized.
         rules: rules for quantizing layers; ``None`` if no layer is quantized.
         spread_experts: True if each rank holds whole experts.
+        redundant_experts: number of places of a layer for more copies of experts.
         secondary: further sources, each with the path of the module that its names are below.
         is_dummy: True if values are made up and no weights are opened.
 
@@ -65,6 +66,7 @@ class ModelSource:
     spread_experts: bool = False
     secondary: tuple[tuple[str, Source], ...] = ()
     is_dummy: bool = False
+    redundant_experts: int = 0
 
     @classmethod
     def find(cls, model: ModelConfig | ModelSource, load_format: str = "auto") -> ModelSource:
@@ -81,6 +83,11 @@ class ModelSource:
             return model
         if model.model_code is not None:
             registry.load_model_code(model.model_code)
+        if model.num_redundant_experts and not model.enable_expert_parallel:
+            raise ValueError(
+                "num_redundant_experts are experts that several ranks hold whole: give "
+                "enable_expert_parallel as well"
+            )
         source = find_source(
             model.model,
             model.revision,
@@ -111,7 +118,8 @@ class ModelSource:
         # A sharded state contains the tensors of all sources.
         alone = is_dummy or manifest is not None
         secondary = () if alone else _secondary_sources(model, config)
-        return cls(source, config, dtype, rules, model.enable_expert_parallel, secondary, is_dummy)
+        spread, redundant = model.enable_expert_parallel, model.num_redundant_experts
+        return cls(source, config, dtype, rules, spread, secondary, is_dummy, redundant)
 
     @property
     def folder(self) -> Path:
@@ -153,7 +161,8 @@ class ModelSource:
         parameters than these can fill raises ``CheckpointFormatError`` before it is built
         completely.
         """
-        with expert_parallel() if self.spread_experts else nullcontext():
+        redundant = self.redundant_experts
+        with expert_parallel(redundant=redundant) if self.spread_experts else nullcontext():
             return build_model(self.config, self.dtype, device, self.rules, tensors).eval()
 
     def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[Any, ...]]:

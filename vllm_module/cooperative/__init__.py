@@ -11,7 +11,7 @@ wants out of the buffers.
 """
 
 from vllm_module.cooperative.choice import chosen
-from vllm_module.cooperative.moving import receive_boxes, send_boxes
+from vllm_module.cooperative.moving import exchange_boxes, receive_boxes, send_boxes
 from vllm_module.cooperative.reading import Cooperation
 
-__all__ = ["Cooperation", "chosen", "receive_boxes", "send_boxes"]
+__all__ = ["Cooperation", "chosen", "exchange_boxes", "receive_boxes", "send_boxes"]

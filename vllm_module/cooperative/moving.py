@@ -5,6 +5,8 @@ them go through the plan's tensors in one order, and know from the plan which me
 message is what one rank sends to another of a batch of tensors. A shorter one goes before it, with
 digests of the version and of the boxes: what was left of another round is no part of this one.
 Messages begin in the plan's order, and each is packed and unpacked while others are under way.
+
+In a move in place each rank is of both layouts, and its number is the group's.
 """
 
 from __future__ import annotations
@@ -12,41 +14,33 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.base.process_groups import rank_and_size
+from vllm_module.cooperative.moved import (
+    HeldValues,
+    Moved,
+    boxes_on,
+    bytes_of,
+    held_values,
+    narrowed,
+    nbytes_of,
+    part_of,
+    write_box,
+)
 from vllm_module.errors import RankError, WeightReadError
-from vllm_module.layout import Hop, Layout, Route, TransferPlan
+from vllm_module.layout import Layout, TransferPlan
 from vllm_module.layout.layout import EXPERT
 from vllm_module.layout.messages import GATHERED, RELAYED, SENT, Message
-from vllm_module.layout.views import Box, place
 
 _TAG = 1 << 21  # tag of the first stage's messages
 _DIGEST = 16  # bytes
+_Held: TypeAlias = dict[str, list[HeldValues]]  # by name
 _Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by name and number of the box
-
-
-class _Moved(NamedTuple):
-    """A tensor that is moved: its name, its expert's number or that of the first, its route."""
-
-    name: str
-    expert: int
-    route: Route
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.route.dtype)
-        return dtype
-
-    def hops(self, hops: Sequence[Hop]) -> Iterator[Hop]:
-        return (hop for hop in hops if hop.experts[0] <= self.expert < sum(hop.experts))
-
-    def box(self, number: int) -> Box:
-        return self.route.boxes[number]
 
 
 def send_boxes(
@@ -79,15 +73,10 @@ def send_boxes(
     moving = _Moving(plan, group, timeout, weight_version)
     rank = moving.rank
     for batch in moving.batches(bucket_bytes):
-        held = {each.name: _held_boxes(source, each, rank, tensors) for each in batch}
+        held = {each.name: held_values(source, each, rank, tensors) for each in batch}
 
-        def read(each: _Moved, number: int, held: dict[str, list[_Box]] = held) -> torch.Tensor:
-            part = each.box(number)
-            for box, view, values in held[each.name]:
-                if (at := place(box, view, part, each.route.view)) is not None:
-                    begin = values.storage_offset() + at.offset  # a shard may be a view of more
-                    return values.as_strided(at.shape, at.strides, begin)
-            raise AssertionError(f"{each.name}: the plan takes {part} from rank {rank}")
+        def read(each: Moved, number: int, held: _Held = held) -> torch.Tensor:
+            return part_of(each, number, held[each.name])
 
         parts = moving.stage(batch, GATHERED, read)
         for each in batch:  # what is gathered on this rank from itself
@@ -96,14 +85,14 @@ def send_boxes(
                     parts[each.name, hop.box] = read(each, hop.box)
 
         def give(
-            each: _Moved, number: int, parts: _Values = parts, read: _Read = read
+            each: Moved, number: int, parts: _Values = parts, read: _Read = read
         ) -> torch.Tensor:
             if number not in each.route.parts:
                 return read(each, number)
             start, size = each.box(number)
             joined = torch.empty(size, dtype=each.dtype)
             for part in each.route.parts[number]:
-                _narrowed(joined, each.box(part), start).copy_(parts[each.name, part])
+                narrowed(joined, each.box(part), start).copy_(parts[each.name, part])
             return joined
 
         moving.stage(batch, SENT, give)
@@ -130,7 +119,7 @@ def receive_boxes(
     for batch in moving.batches(bucket_bytes):
         arrived = moving.stage(batch, SENT, _nothing)
 
-        def relay(each: _Moved, number: int, arrived: _Values = arrived) -> torch.Tensor:
+        def relay(each: Moved, number: int, arrived: _Values = arrived) -> torch.Tensor:
             return arrived[each.name, number]
 
         arrived |= moving.stage(batch, RELAYED, relay)
@@ -143,15 +132,66 @@ def receive_boxes(
             whole = torch.zeros(entry.shape, dtype=each.dtype)
             for number in parts:
                 box = each.box(number)
-                _narrowed(whole.view(each.route.view), box).copy_(arrived[each.name, number])
+                narrowed(whole.view(each.route.view), box).copy_(arrived[each.name, number])
             yield each.name, whole
 
 
-_Read: TypeAlias = Callable[[_Moved, int], torch.Tensor]
-_Box: TypeAlias = tuple[Box, Sequence[int], torch.Tensor]
+def exchange_boxes(
+    plan: TransferPlan,
+    source: Layout,
+    target: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+) -> int:
+    """Move what this rank and others hold from one layout to the other, in place.
+
+    Of each parameter all boxes have arrived before one is written: it may lie where another was.
+    Each box of the target is one of the source's, in another place.
+
+    Args:
+        plan: from ``source`` to ``target``, made with ``in_place``; the same on every rank.
+        source, target: where boxes are, and where they are to be.
+        tensors: this rank's parameters, by the paths in the layouts and of the shapes in both.
+        group: of ``plan.source_ranks`` ranks, by default the world.
+        timeout: seconds that a message may take.
+
+    Returns:
+        The bytes that other ranks sent.
+
+    Raises:
+        RankError: a rank has ended or hangs, or has left in the middle; parameters are a mixture.
+        ValueError: a tensor is missing here or has another shape, or the group's size is wrong.
+
+    """
+    moving = _Moving(plan, group, timeout, "", in_place=True)
+    rank, received = moving.rank, 0
+    for batch in moving.parameters():
+        held = {each.name: held_values(source, each, rank, tensors) for each in batch}
+
+        def read(each: Moved, number: int, held: _Held = held) -> torch.Tensor:
+            return part_of(each, number, held[each.name])
+
+        arrived = moving.stage(batch, SENT, read)
+        received += sum(values.nbytes for values in arrived.values())
+        of_name = {each.name: each for each in batch}
+        for name, each in of_name.items():
+            if boxes_on(source, each, rank) == boxes_on(target, each, rank):
+                continue  # where they were
+            for hop in each.hops(each.route.sent):
+                if hop.source == hop.target == rank:
+                    arrived[name, hop.box] = read(each, hop.box).clone()
+        held.clear()
+        for (name, number), values in arrived.items():
+            write_box(target, of_name[name], number, values, rank, tensors)
+    return received
 
 
-def _nothing(each: _Moved, number: int) -> torch.Tensor:
+_Read: TypeAlias = Callable[[Moved, int], torch.Tensor]
+
+
+def _nothing(each: Moved, number: int) -> torch.Tensor:
     raise AssertionError(f"{each.name}: a rank of the target sends a box before it arrives")
 
 
@@ -159,17 +199,24 @@ class _Moving:
     """One rank's part of a transfer."""
 
     def __init__(
-        self, plan: TransferPlan, group: dist.ProcessGroup | None, timeout: float, version: str
+        self,
+        plan: TransferPlan,
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        version: str,
+        *,
+        in_place: bool = False,
     ) -> None:
         self.plan, self.group, self.timeout, self.version = plan, group, timeout, version
         self.rank, size = rank_and_size(group)
         self.first_target = plan.source_ranks
-        if size != plan.source_ranks + plan.target_ranks:
+        expected = plan.source_ranks + (0 if in_place else plan.target_ranks)
+        if size != expected:
             raise ValueError(
                 f"the plan is from {plan.source_ranks} to {plan.target_ranks} ranks, and the group "
-                f"has {size}: expected {plan.source_ranks + plan.target_ranks}"
+                f"has {size}: expected {expected}"
             )
-        at = self.first_target
+        at = 0 if in_place else self.first_target
         self._first = (0, 0), (0, at), (at, at)  # by stage, the group's number of each side's first
         self._peers = [
             list(dict.fromkeys(self._peers_of(messages, *first)))
@@ -183,9 +230,17 @@ class _Moving:
             if self.rank in (source, target):
                 yield target if source == self.rank else source
 
-    def batches(self, bucket_bytes: int) -> Iterator[list[_Moved]]:
+    def parameters(self) -> list[list[Moved]]:
+        """Return the plan's tensors, those that fill one parameter together."""
+        of: dict[str, list[Moved]] = {}
+        for batch in self.batches(0):
+            for each in batch:
+                of.setdefault(each.parameter, []).append(each)
+        return list(of.values())
+
+    def batches(self, bucket_bytes: int) -> Iterator[list[Moved]]:
         """Yield the plan's tensors, as many at once as fit into a bucket."""
-        batch: list[_Moved] = []
+        batch: list[Moved] = []
         filled = 0
         for route in self.plan.routes:
             for entry in route.tensors:
@@ -197,16 +252,16 @@ class _Moving:
                     if batch and filled + nbytes > bucket_bytes:
                         yield batch
                         batch, filled = [], 0
-                    batch.append(_Moved(name, expert, route))
+                    batch.append(Moved(name, expert, route, entry.parameter))
                     filled += nbytes
         if batch:
             yield batch
 
-    def stage(self, batch: Sequence[_Moved], stage: int, read: _Read) -> _Values:
+    def stage(self, batch: Sequence[Moved], stage: int, read: _Read) -> _Values:
         """Send and receive the boxes of the hops of a stage; return those that arrive here."""
         first = self._first[stage]
-        going: dict[int, list[tuple[_Moved, int]]] = {}
-        coming: dict[int, list[tuple[_Moved, int]]] = {}
+        going: dict[int, list[tuple[Moved, int]]] = {}
+        coming: dict[int, list[tuple[Moved, int]]] = {}
         for each in batch:
             for hop in each.hops(each.route.stage(stage)):
                 source, target = hop.source + first[0], hop.target + first[1]
@@ -230,7 +285,7 @@ class _Moving:
                 comes.append((peer, dist.irecv(head, group_src=peer, **of)))
             for peer in self._peers[stage]:
                 if boxes := going.get(peer):
-                    memory = torch.cat([_bytes(read(each, number)) for each, number in boxes])
+                    memory = torch.cat([bytes_of(read(each, number)) for each, number in boxes])
                     for part in (self._head(boxes), memory):
                         sent.append((peer, dist.isend(part, group_dst=peer, **of)))
             messages = []
@@ -239,7 +294,7 @@ class _Moving:
                 boxes = coming[peer]
                 # Before the receive is posted: gloo ends a process that gets more than it expects.
                 self._check_head(peer, heads[peer], boxes)
-                message = torch.empty(sum(_nbytes(*box) for box in boxes), dtype=torch.uint8)
+                message = torch.empty(sum(nbytes_of(*box) for box in boxes), dtype=torch.uint8)
                 messages.append((peer, dist.irecv(message, group_src=peer, **of), message))
             for peer, work, message in messages:
                 _wait(work, limit)
@@ -257,14 +312,14 @@ class _Moving:
             raise WeightReadError(how) from error  # no rank of the engine has failed
         return values
 
-    def _head(self, boxes: Sequence[tuple[_Moved, int]]) -> torch.Tensor:
+    def _head(self, boxes: Sequence[tuple[Moved, int]]) -> torch.Tensor:
         """Return the digests of this rank's version, and of the boxes of a message."""
         about = repr([(each.name, each.route.dtype, each.box(number)) for each, number in boxes])
         both = (hashlib.blake2b(of.encode(), digest_size=_DIGEST) for of in (self.version, about))
         return torch.frombuffer(bytearray().join(each.digest() for each in both), dtype=torch.uint8)
 
     def _check_head(
-        self, peer: int, head: torch.Tensor, boxes: Sequence[tuple[_Moved, int]]
+        self, peer: int, head: torch.Tensor, boxes: Sequence[tuple[Moved, int]]
     ) -> None:
         """Raise ``WeightReadError`` if ``peer`` sends another message than the plan says."""
         expected = self._head(boxes)
@@ -280,12 +335,12 @@ class _Moving:
         )
 
 
-def _unpacked(message: torch.Tensor, boxes: Sequence[tuple[_Moved, int]]) -> _Values:
+def _unpacked(message: torch.Tensor, boxes: Sequence[tuple[Moved, int]]) -> _Values:
     """Return the boxes of a message."""
     values: _Values = {}
     at = 0
     for each, number in boxes:
-        nbytes = _nbytes(each, number)
+        nbytes = nbytes_of(each, number)
         part = message[at : at + nbytes].clone()  # aligned for its dtype
         values[each.name, number] = part.view(each.dtype).view(each.box(number)[1])
         at += nbytes
@@ -295,46 +350,3 @@ def _unpacked(message: torch.Tensor, boxes: Sequence[tuple[_Moved, int]]) -> _Va
 def _wait(work: dist.Work | None, limit: timedelta) -> None:
     assert work is not None
     work.wait(limit)
-
-
-def _bytes(box: torch.Tensor) -> torch.Tensor:
-    return box.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _nbytes(each: _Moved, number: int) -> int:
-    return torch.Size(each.box(number)[1]).numel() * each.route.itemsize
-
-
-def _narrowed(whole: torch.Tensor, box: Box, origin: Sequence[int] | None = None) -> torch.Tensor:
-    """Return the part of a tensor that ``box`` is, where the tensor begins at ``origin``."""
-    start, size = box
-    for dim, (first, count) in enumerate(zip(start, size, strict=True)):
-        whole = whole.narrow(dim, first - (origin[dim] if origin is not None else 0), count)
-    return whole
-
-
-def _held_boxes(
-    layout: Layout, each: _Moved, rank: int, tensors: Mapping[str, torch.Tensor]
-) -> list[_Box]:
-    """Return this rank's boxes of a tensor, each with its values in stored order."""
-    entry, expert = layout.find(each.name)
-    found: list[_Box] = []
-    for ranks, box in layout.held_by(entry, expert):
-        if rank not in ranks or not box.numel:
-            continue
-        tensor, shape = tensors.get(entry.parameter), layout.shape_of(entry.parameter, rank)
-        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != each.dtype:
-            got = "nothing" if tensor is None else f"{list(tensor.shape)} in {tensor.dtype}"
-            raise ValueError(
-                f"{printable_name(entry.parameter)} on rank {rank}: the layout has "
-                f"{list(shape or ())} in {each.dtype}, got {got}"
-            )
-        held = box.held
-        if held.packed != 1:
-            raise WeightReadError(f"{printable_name(each.name)} is packed, and cannot be sent yet")
-        flat = tensor.detach().contiguous()
-        values = flat.as_strided(held.shape, held.strides, flat.storage_offset() + held.offset)
-        found.append(
-            ((box.start, box.size), box.view or entry.shape, values.reshape(box.size).contiguous())
-        )
-    return found

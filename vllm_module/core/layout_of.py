@@ -285,24 +285,25 @@ class _Layouts:
         by_boxes: dict[tuple[Any, ...], list[int]] = {}
         for ranks, of_rank in self._classes(tensor):
             parameter = cast(BasevLLMParameter, of_rank)
-            experts, name = None, slot
-            if of_expert:
-                assert parameter.experts is not None
-                kept = parameter.experts.kept
-                if not kept:
-                    continue
-                experts = kept.start, len(kept)
-                name = f"{kept.start}.{slot}" if slot else str(kept.start)
             made = {
                 attr: cast(BasevLLMParameter, getattr(siblings, attr)).of_rank(ranks[0])
                 for attr in (() if conversion is None else conversion.makes)
             }
-            pieces = list(parameter.pieces(cast(Weight, cast(Handle, stored)), name))
-            if any(piece.order is not None and piece.order.exponents for piece in pieces):
-                scheme = "exponents"
-            boxes = tuple(boxes_of(pieces, parameter, part.sizes, made, of_expert))
-            if boxes:
-                by_boxes.setdefault((boxes, experts), []).extend(ranks)
+            runs: Iterable[range | None] = (None,)
+            if of_expert:
+                assert parameter.experts is not None
+                runs = _consecutive(parameter.experts.kept)
+            for run in runs:
+                name = slot
+                if run is not None:
+                    name = f"{run.start}.{slot}" if slot else str(run.start)
+                pieces = list(parameter.pieces(cast(Weight, cast(Handle, stored)), name))
+                if any(piece.order is not None and piece.order.exponents for piece in pieces):
+                    scheme = "exponents"
+                boxes = tuple(boxes_of(pieces, parameter, part.sizes, made, of_expert))
+                experts = None if run is None else (run.start, len(run))
+                if boxes:
+                    by_boxes.setdefault((boxes, experts), []).extend(ranks)
         held_by = (
             RankBoxes(tuple(sorted(ranks)), boxes, experts)
             for (boxes, experts), ranks in by_boxes.items()

@@ -209,11 +209,13 @@ class ExpertParallelGroup:
     Attributes:
         ranks: the group of these ranks.
         own_tokens: True if each rank has tokens of its own; False if all have the same.
+        redundant: number of second, third … places that a layer has for its experts.
 
     """
 
     ranks: TensorParallelGroup
     own_tokens: bool
+    redundant: int = 0
 
 
 def expert_parallel_group() -> ExpertParallelGroup | None:
@@ -231,13 +233,18 @@ def expert_parallel_group() -> ExpertParallelGroup | None:
 
 @contextmanager
 def expert_parallel(
-    *, rank: int | None = None, size: int | None = None, group: dist.ProcessGroup | None = None
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    redundant: int = 0,
 ) -> Iterator[None]:
     """Build layers that hold whole experts, spread over ranks, instead of a part of each.
 
     Without arguments they are spread over the tensor-parallel ranks, which have the same tokens.
     With ``rank`` and ``size``, or a ``group``, they are spread over other ranks, each of which has
-    tokens of its own.
+    tokens of its own. With ``redundant``, a layer keeps so many experts a second time, or more
+    often, each time on another rank.
 
     Raises ``ValueError`` as :func:`tensor_parallel` does.
     """
@@ -246,7 +253,7 @@ def expert_parallel(
     if own_tokens:
         with tensor_parallel(rank=rank, size=size, group=group) as ranks:
             pass
-    token = _expert_group.set(ExpertParallelGroup(ranks, own_tokens))
+    token = _expert_group.set(ExpertParallelGroup(ranks, own_tokens, redundant))
     try:
         yield
     finally:

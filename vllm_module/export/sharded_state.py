@@ -64,6 +64,10 @@ def shard(
         raise UnsupportedModelError(
             f"{printable(source.folder)} is a sharded state already: shard the original checkpoint"
         )
+    if source.redundant_experts:
+        raise UnsupportedModelError(
+            "a sharded state has each expert once: leave num_redundant_experts out"
+        )
     quantized = getattr(source.config, "quantization_config", None) is not None
     asked = quantization_settings(config.quantization)
     with new_folder(Path(os.path.expanduser(out))) as folder:

@@ -18,19 +18,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import (
-    SimulatedGroup,
-    TensorParallelGroup,
-    expert_parallel_group,
-    tensor_parallel_group,
-)
+from vllm_module.distributed import TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.experts.combine_experts import combine_experts
-from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 from vllm_module.kernels.experts.topk_routing import topk_routing
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.layers.activation import get_act_and_mul
 from vllm_module.layers.lora import LayerAdapters
+from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.parameters import (
     ColumnvLLMParameter,
     Dim,
@@ -170,10 +165,12 @@ class ExpertsLinear(QuantizableLayer):
     def extra_repr(self) -> str:
         assert self.experts is not None
         weight = self.get_parameter(self.parameter_names[0])
-        return f"weight={list(weight.shape)}, experts={self.experts.kept} of {self.experts.count}"
+        kept = self.experts.kept
+        named = kept if isinstance(kept, range) else list(kept)
+        return f"weight={list(weight.shape)}, experts={named} of {self.experts.count}"
 
 
-class FusedMoE(vLLMModule):
+class FusedMoE(PlacedExperts):
     """The experts of a layer, and which of them a token goes to.
 
     Args:
@@ -241,9 +238,8 @@ class FusedMoE(vLLMModule):
         transposed: bool = False,
         interleaved: bool = False,
     ) -> None:
-        super().__init__()
-        self.tp_group = tensor_parallel_group()
-        self.expert_group = expert_parallel_group()
+        together = shard_names is None
+        super().__init__(num_experts, together)
         self.num_experts, self.top_k = num_experts, top_k
         self.renormalize, self.scoring_func = renormalize, scoring_func
         self.num_expert_group = num_expert_group if use_grouped_topk else None
@@ -252,17 +248,12 @@ class FusedMoE(vLLMModule):
         self.routed_scaling_factor = routed_scaling_factor
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self._check_choice()
-        group = self.tp_group
-        together = shard_names is None
+        group = self.cut_group
         if shard_names is not None and (interleaved or len(shard_names) != 3):
             raise ValueError(
                 f"shard_names must name gate, up and down, got {shard_names!r}; None is for "
                 "experts that are stored as one tensor only, whose gate and up may be interleaved"
             )
-        self.experts = Experts(num_experts, 0, 1, together)
-        if self.expert_group is not None:
-            ranks, group = self.expert_group.ranks, SimulatedGroup(0, 1)
-            self.experts = Experts(num_experts, ranks.rank, ranks.size, together)
         gate, up, down = shard_names or ("gate", "up", "")
         alternate = 1 if together else None
         if interleaved:
@@ -362,8 +353,7 @@ class FusedMoE(vLLMModule):
         """Return what this rank's part of the experts contributes."""
         if self.apply_router_weight_on_input:
             hidden, weights = hidden * weights.to(hidden.dtype), torch.ones_like(weights)
-        kept = self.experts.kept
-        order, offsets = sort_by_expert(experts, kept.start, len(kept))
+        order, offsets = self.sorted_rows(experts)
         adapted = self.w13.adapters is not None or self.w2.adapters is not None
         tokens = order // self.top_k if adapted else None
         y = self.act_fn(self.w13(hidden, offsets, order, self.top_k, tokens=tokens))

@@ -46,6 +46,7 @@ class TransferPlan:
             tensor that would arrive in more than ``most`` parts are joined at the source first, and
             what several ranks of a host keep is sent there once.
         most: see above.
+        in_place: True if both layouts are of the same ranks, which keep what they have.
 
     Attributes:
         routes: the :class:`Route` of each kind of tensors.
@@ -64,9 +65,12 @@ class TransferPlan:
         source_node: int = 1,
         target_node: int = 1,
         most: int = _MOST,
+        in_place: bool = False,
     ) -> None:
         self.source_ranks, self.target_ranks = source.ranks, target.ranks
-        routing = _Routing(source, target, source_node, target_node, most)
+        if in_place and (source.ranks != target.ranks or source_node > 1 or target_node > 1):
+            raise ValueError("moves in place are from each rank to each, and no host gathers them")
+        routing = _Routing(source, target, (source_node, target_node), most, in_place)
         kinds: dict[_Kind, list[StoredTensorLayout]] = {}
         for entry in target.tensors:
             # Tied tensors fill the same elements as another one.
@@ -114,10 +118,10 @@ class _Routing:
     """Makes routes, and balances what the ranks of the source send in all of them."""
 
     def __init__(
-        self, source: Layout, target: Layout, source_node: int, target_node: int, most: int
+        self, source: Layout, target: Layout, nodes: tuple[int, int], most: int, in_place: bool
     ) -> None:
-        self.source, self.target = source, target
-        self.source_node, self.target_node, self.most = source_node, target_node, most
+        self.source, self.target, self.in_place = source, target, in_place
+        (self.source_node, self.target_node), self.most = nodes, most
         self.load = [0] * source.ranks
         # An override may divide a tensor among several entries.
         self._partitions: dict[str, list[int]] = {}
@@ -259,6 +263,7 @@ class _Making:
         """Let the rank send that has least to send; several, if each has some of the experts."""
         load = self._routing.load
         weight = math.prod(piece.box[1]) * self._itemsize * len(self._entries)
+        own = [each for each in piece.holders if self._routing.in_place and each.rank == target]
         while first < end:
             holders = [each for each in piece.holders if each.first <= first < each.end]
             if not holders:
@@ -266,9 +271,10 @@ class _Making:
                     f"{printable_name(self._entries[0].name)}: no rank of the source holds all of "
                     f"expert {first}"
                 )
-            chosen = min(holders, key=lambda each: load[each.rank])
-            stop = min(end, chosen.end)
-            load[chosen.rank] += weight * (stop - first)
+            chosen = min(holders, key=lambda each: (each not in own, load[each.rank]))
+            stop = min(end, chosen.end, *(each.first for each in own if each.first > first))
+            if chosen not in own:
+                load[chosen.rank] += weight * (stop - first)
             self._sent.append(Hop(chosen.rank, target, box, (first, stop - first)))
             first = stop
 

@@ -17,7 +17,7 @@ from vllm_module.parameters.classes import (
     PerTensorScaleParameter,
     RowvLLMParameter,
 )
-from vllm_module.parameters.dim import Dim, Experts, Shard, Slot
+from vllm_module.parameters.dim import Dim, Experts, Shard, Slot, places_of
 from vllm_module.parameters.flattened import FlattenedParameter, PerTensorTableParameter
 from vllm_module.parameters.parameter import BasevLLMParameter, Piece
 from vllm_module.parameters.per_slot import PerSlotVectorParameter
@@ -48,4 +48,5 @@ __all__ = [
     "Shard",
     "Slot",
     "StoredOrder",
+    "places_of",
 ]

@@ -22,6 +22,9 @@ def boxes_of(
 ) -> list[HeldBox]:
     """Return the boxes of a rank's pieces; those of experts that follow each other are one."""
     boxes: list[HeldBox] = []
+    experts = parameter.experts
+    # Boxes of experts that several ranks hold are one for each, so that two are equal or disjoint.
+    joins = experts is not None and experts.places == experts.count
     # The last box of each place beside its expert. Ranks that hold the same join the same, whatever
     # each of them holds besides.
     last: dict[tuple[object, ...], int] = {}
@@ -32,7 +35,7 @@ def boxes_of(
             for attr, other in made.items()
         )
         first = piece.at[0] if first is None else first
-        follows = parameter.experts is not None and piece.at[0] != first
+        follows = joins and piece.at[0] != first
         for box in _of_piece(piece, parameter, sizes, computed, of_expert):
             beside = box.start[1:], box.size[1:], box.view
             at = last.get(beside) if follows else None

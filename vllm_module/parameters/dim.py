@@ -262,6 +262,11 @@ class Experts:
         count: number of all experts.
         rank, size: this rank's place in the expert-parallel group; with size 1, all are kept.
         together: True if a checkpoint stores the experts only as one tensor.
+        placement: the number of the expert at each place, on all ranks in their order. An expert
+            may have several places, each on another rank. By default each has one, in order.
+
+    Raises:
+        ShardingError: an expert has no place, or two on one rank.
 
     """
 
@@ -269,6 +274,7 @@ class Experts:
     rank: int
     size: int
     together: bool = False
+    placement: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.rank < self.size:
@@ -276,13 +282,22 @@ class Experts:
                 f"expert-parallel rank {self.rank} is outside of range({self.size}), or "
                 f"{self.count} experts are too few"
             )
+        if self.placement is not None:
+            placement = tuple(self.placement)
+            _check_placement(self.count, self.size, placement)
+            in_order = placement == tuple(range(self.count))
+            object.__setattr__(self, "placement", None if in_order else placement)
 
     @property
-    def kept(self) -> range:
-        """Numbers of this rank's experts; if they are uneven, the first ranks have one more."""
-        each, more = divmod(self.count, self.size)
-        first = self.rank * each + min(self.rank, more)
-        return range(first, first + each + (self.rank < more))
+    def places(self) -> int:
+        """Number of places on all ranks."""
+        return self.count if self.placement is None else len(self.placement)
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """Numbers of this rank's experts, in the order of its places."""
+        own = places_of(self.rank, self.size, self.places)
+        return own if self.placement is None else self.placement[own.start : own.stop]
 
     @property
     def dim(self) -> Dim:
@@ -295,12 +310,41 @@ class Experts:
         return _experts_shards(self.count, self.kept)
 
 
+def places_of(rank: int, size: int, places: int) -> range:
+    """Return the places of experts on a rank; if they are uneven, the first ranks have one more."""
+    each, more = divmod(places, size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+@lru_cache(maxsize=256)  # all parameters of a layer share the result, on each of its ranks
+def _check_placement(count: int, size: int, placement: tuple[int, ...]) -> None:
+    placed = set(placement)
+    if strange := [each for each in placed if not 0 <= each < count]:
+        raise ShardingError(f"a placement has expert {strange[0]}, and there are {count} experts")
+    if lacking := [each for each in range(count) if each not in placed]:
+        raise ShardingError(
+            f"a placement of {len(placement)} places lacks expert {lacking[0]}: each of the "
+            f"{count} experts needs a place"
+        )
+    for rank in range(size):
+        own = places_of(rank, size, len(placement))
+        kept = placement[own.start : own.stop]
+        if len(set(kept)) < len(kept):
+            twice = next(each for at, each in enumerate(kept) if each in kept[:at])
+            raise ShardingError(
+                f"a placement has expert {twice} twice on rank {rank} of {size}: its places have "
+                "to be on different ranks"
+            )
+
+
 @lru_cache(maxsize=256)  # all layers of a model and all parameters of a layer share the result
-def _experts_shards(count: int, kept: range) -> tuple[Shard, ...]:
-    before = (Shard(str(expert), 0, 0, 0, 0) for expert in range(kept.start))
-    held = (Shard(str(expert), 0, 1, at, 1) for at, expert in enumerate(kept))
-    after = (Shard(str(expert), 0, 0, len(kept), 0) for expert in range(kept.stop, count))
-    return (*before, *held, *after)
+def _experts_shards(count: int, kept: Sequence[int]) -> tuple[Shard, ...]:
+    places = {expert: at for at, expert in enumerate(kept)}
+    return tuple(
+        Shard(str(expert), 0, int(expert in places), places.get(expert, 0), int(expert in places))
+        for expert in range(count)
+    )
 
 
 @lru_cache(maxsize=64)  # all layers of a model share the result

@@ -207,8 +207,11 @@ class Division:
         narrows = []
         for dim, at in enumerate(self.slots[slot] if isinstance(slot, str) else slot):
             shards = self.shards[dim]
-            first, last = (shards[0], shards[-1]) if at is None else (shards[at], shards[at])
-            narrows.append((dim, first.offset, last.offset + last.length - first.offset))
+            if at is not None:
+                narrows.append((dim, shards[at].offset, shards[at].length))
+            else:  # experts may lie in any order
+                end = max(shard.offset + shard.length for shard in shards)
+                narrows.append((dim, 0, end))
         return tuple(narrows)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_module.errors import ShardingError
 from vllm_module.parameters.dim import Dim, Experts, Shard
 from vllm_module.parameters.division import Division, Index, division_of
 from vllm_module.parameters.stored_order import Reordered, StoredOrder
@@ -144,6 +145,22 @@ class BasevLLMParameter(nn.Parameter):
         other = self._like(torch.empty(division.shape, dtype=self.dtype, device="meta"))
         other.tp_rank, other.experts, other.division = tp_rank, experts, division
         return other
+
+    def place_experts(self, experts: Experts) -> None:
+        """Declare that the first dimension holds ``experts``, from now on.
+
+        Values stay where they are: whoever calls this moves them, or loads them again.
+
+        Raises ``ShardingError`` if the parameter has no experts, or another number of them.
+        """
+        held = None if self.experts is None else len(self.experts.kept)
+        if held != len(experts.kept):
+            raise ShardingError(
+                f"a parameter of {held or 'no'} experts cannot hold {len(experts.kept)}"
+            )
+        dims = self.dims[1:]
+        self.experts = experts
+        self.division = division_of(dims, self.tp_rank, self.tp_size, experts, self.transposed)
 
     def zero_padding(self) -> None:
         """Write zeros to the regions that no checkpoint tensor is read to."""

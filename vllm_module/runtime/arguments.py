@@ -27,7 +27,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disable_log_stats": (...,),
     "disable_sliding_window": (False,),
     "enable_chunked_prefill": (True,),
-    "enable_eplb": (False,),
     "enable_lora": (False, True),
     "enable_prompt_embeds": (False,),
     "enable_sleep_mode": (...,),

@@ -265,6 +265,15 @@ class AsyncLLM:
         threads = await asyncio.to_thread(change)
         await self.call(lambda llm: torch.set_num_threads(threads))  # each thread has its own
 
+    async def rearrange_experts(
+        self,
+        counts: Sequence[Sequence[float]] | None = None,
+        *,
+        placements: Mapping[str, Sequence[int]] | None = None,
+    ) -> int:
+        """Move experts between two steps, as :meth:`~vllm_module.LLM.rearrange_experts`."""
+        return await self.call(lambda llm: llm.rearrange_experts(counts, placements=placements))
+
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Free memory, as :meth:`~vllm_module.LLM.sleep`, once requests have ended as by ``mode``.
 

@@ -260,8 +260,13 @@ def _take(
         return []
     tensor = _tensor(model, entry.parameter).detach()
     found: list[tuple[tuple[int, ...], tuple[int, ...] | None, torch.Tensor]] = []
-    for ranks, box in layout.held_by(entry, expert):
-        if rank != min(ranks):
+    holders: dict[object, int] = {}  # of each box the first rank; copies lie in different places
+    held = [*layout.held_by(entry, expert)]
+    for ranks, box in held:
+        at = box.start, box.size, box.view
+        holders[at] = min(*ranks, holders.get(at, rank))
+    for ranks, box in held:
+        if rank not in ranks or rank != holders[box.start, box.size, box.view]:
             continue
         region = region_of(tensor, box)
         if not entry.shape:
@@ -284,11 +289,16 @@ _layouts: WeakKeyDictionary[nn.Module, tuple[Layout, int]] = WeakKeyDictionary()
 
 
 def _layout(model: nn.Module) -> tuple[Layout, int]:
-    """Return the layout of a model, and the rank that it is of: they never change."""
+    """Return the layout of a model, and the rank that it is of; only moves change them."""
     if model not in _layouts:
         layout = layout_of_module(model)
         _layouts[model] = layout, rank_in(model, layout)
     return _layouts[model]
+
+
+def forget_layout(model: nn.Module) -> None:
+    """Take the layout of a model anew when it is asked for: experts have moved."""
+    _layouts.pop(model, None)
 
 
 def _tensor(model: nn.Module, path: str) -> torch.Tensor:

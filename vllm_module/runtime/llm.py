@@ -29,6 +29,7 @@ from vllm_module.runtime.adapter_methods import AdapterMethods
 from vllm_module.runtime.arguments import LLM_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.chat_methods import ChatMethods
 from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.expert_methods import ExpertMethods
 from vllm_module.runtime.generation_config import (
     default_sampling_params,
     own_folder,
@@ -54,7 +55,15 @@ _DTYPES: dict[Any, str] = {"half": "float16", "float": "float32"}  # vLLM's othe
 _CLOSE_TIMEOUT = 30.0  # seconds that close() waits for a step to end
 
 
-class LLM(AdapterMethods, ChatMethods, EncoderMethods, Resharding, WeightMethods, Summarized):
+class LLM(
+    AdapterMethods,
+    ChatMethods,
+    EncoderMethods,
+    ExpertMethods,
+    Resharding,
+    WeightMethods,
+    Summarized,
+):
     """A loaded model that turns prompts into text, or an encoder that turns them into vectors.
 
     ``LLM("folder").generate("Once upon a time")[0].outputs[0].text``
@@ -63,8 +72,8 @@ class LLM(AdapterMethods, ChatMethods, EncoderMethods, Resharding, WeightMethods
         model: a folder, a GGUF file, a hub id or a URL, as in
             :class:`~vllm_module.config.ModelConfig`.
         revision, dtype, quantization, max_model_len, hf_overrides, model_code, download_dir,
-            hf_token, enable_expert_parallel, model_impl, trust_remote_code: as in
-            :class:`~vllm_module.config.ModelConfig`.
+            hf_token, enable_expert_parallel, num_redundant_experts, model_impl, trust_remote_code:
+            as in :class:`~vllm_module.config.ModelConfig`.
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,
             instead of the model's.
         skip_tokenizer_init: read no tokenizer; prompts are token ids.
@@ -120,6 +129,7 @@ class LLM(AdapterMethods, ChatMethods, EncoderMethods, Resharding, WeightMethods
         download_dir: str | None = None,
         hf_token: str | bool | None = None,
         enable_expert_parallel: bool = False,
+        num_redundant_experts: int = 0,
         model_impl: ModelImpl | Literal["vllm"] = "auto",
         trust_remote_code: bool = False,
         tokenizer: str | None = None,
@@ -166,6 +176,7 @@ class LLM(AdapterMethods, ChatMethods, EncoderMethods, Resharding, WeightMethods
             "download_dir": None if download_dir is None else str(download_dir),
             "hf_token": hf_token,
             "enable_expert_parallel": enable_expert_parallel,
+            "num_redundant_experts": num_redundant_experts,
             "model_impl": "native" if model_impl == "vllm" else model_impl,
             "trust_remote_code": trust_remote_code,
         }

@@ -219,8 +219,9 @@ def _of_expert(
 
 def experts_kept(experts: Experts) -> list[int]:
     """Return the experts that a rank keeps; if uneven, the first ranks have one more."""
-    owners = sorted(expert % experts.size for expert in range(experts.count))
-    return [expert for expert, owner in enumerate(owners) if owner == experts.rank]
+    placed = list(range(experts.count)) if experts.placement is None else experts.placement
+    owners = sorted(place % experts.size for place in range(len(placed)))
+    return [expert for expert, owner in zip(placed, owners, strict=True) if owner == experts.rank]
 
 
 def _stored_slots(

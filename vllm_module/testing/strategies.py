@@ -102,11 +102,16 @@ class DimLayout(NamedTuple):
 
 
 class ExpertLayout(NamedTuple):
-    """The experts of a parameter: their number, whether packed, and whether spread over ranks."""
+    """The experts of a parameter: their number, whether packed, and whether spread over ranks.
+
+    ``order`` is that of their places, and so many ``copies`` have places on other ranks besides.
+    """
 
     number: int
     together: bool
     spread: bool
+    order: tuple[int, ...] = ()
+    copies: int = 0
 
     def build(self) -> Experts:
         """Return the experts of the current tensor-parallel group's rank."""
@@ -115,13 +120,21 @@ class ExpertLayout(NamedTuple):
         with expert_parallel():
             group = expert_parallel_group()
         assert group is not None
-        return Experts(self.number, group.ranks.rank, group.ranks.size, self.together)
+        ranks = group.ranks
+        places = self.number + min(self.copies, self.number * (ranks.size - 1))
+        order = self.order or range(self.number)
+        placement = tuple(order[place % self.number] for place in range(places))
+        return Experts(self.number, ranks.rank, ranks.size, self.together, placement)
 
 
 @st.composite
 def expert_layouts(draw: st.DrawFn) -> ExpertLayout:
     """Draw experts; with fewer of them than ranks, a rank may keep none."""
-    return ExpertLayout(draw(st.integers(1, 6)), draw(st.booleans()), draw(st.booleans()))
+    number, together, spread = draw(st.integers(1, 6)), draw(st.booleans()), draw(st.booleans())
+    if not spread or draw(st.booleans()):
+        return ExpertLayout(number, together, spread)
+    order = draw(st.permutations(range(number)))
+    return ExpertLayout(number, together, spread, tuple(order), draw(st.sampled_from([0, 1, 3])))
 
 
 _SLOT_NAMES = ("q_proj", "k_proj", "v_proj")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def assert_transfers(case: Case) -> None:
     regions = {name: Region.of(name, tensor) for name, tensor in case.tensors.items()}
     target = case.build(0, case.size).plan_weights(regions).layout(case.size)
     source = _source(case, target, regions)
-    node = {"source_node": case.choose((1, 1, 2, 4), "ranks of a source's host")}
+    node: dict[str, Any] = {"source_node": case.choose((1, 1, 2, 4), "ranks of a source's host")}
     node["target_node"] = case.choose((1, 1, 2, 3), "ranks of a target's host")
     most = case.choose((1, 2, 64), "most parts")
     try:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import SimulatedGroup, expert_parallel_group, tensor_parallel_group
+from vllm_module.distributed import SimulatedGroup
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.experts.combine_experts import combine_experts
-from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 from vllm_module.layers.fused_moe import ExpertsLinear
-from vllm_module.parameters import Dim, Experts, Slot
+from vllm_module.layers.placed_experts import PlacedExperts
+from vllm_module.parameters import Dim, Slot
 
 # Shapes of three small experts, for a test.
 _SMALL = {"gate_up_proj": (3, 4, 3), "down_proj": (2, 3, 2)}
@@ -90,7 +89,7 @@ def is_routed(module: nn.Module) -> bool:
     return given == ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
-class WrappedExperts(vLLMModule):
+class WrappedExperts(PlacedExperts):
     """The experts of one layer.
 
     Args:
@@ -113,13 +112,6 @@ class WrappedExperts(vLLMModule):
         down: tuple[str, ...],
         cut: bool,
     ) -> None:
-        super().__init__()
-        if experts.has_post_expert_norm:
-            raise UnsupportedModelError(f"{path} normalizes what each expert returns")
-        self.tp_group = group = tensor_parallel_group()
-        if not cut:
-            group = SimulatedGroup(0, 1)
-        self.expert_group = expert_parallel_group()
         packed = "gate_up_proj" if experts.has_gate else "up_proj"
         first, second = getattr(experts, packed), experts.down_proj
         if first is None or second is None:
@@ -127,17 +119,17 @@ class WrappedExperts(vLLMModule):
         # Experts after those with weights are identities.
         count = second.shape[0]
         together = not (gate_up and down)
+        super().__init__(count, together)
+        if experts.has_post_expert_norm:
+            raise UnsupportedModelError(f"{path} normalizes what each expert returns")
+        group = self.cut_group if cut else SimulatedGroup(0, 1)
         self.skipped_weights = {
             f"{expert}.{slot}.weight": "an expert that returns what it is given has no weights"
             for expert in range(count, len(first))
             for slot in gate_up
         }
-        self.experts = Experts(count, 0, 1, together)
-        if self.expert_group is not None:
-            if self.expert_group.own_tokens:
-                raise UnsupportedModelError(f"{path}: ranks with tokens of their own")
-            ranks, group = self.expert_group.ranks, SimulatedGroup(0, 1)
-            self.experts = Experts(count, ranks.rank, ranks.size, together)
+        if self.expert_group is not None and self.expert_group.own_tokens:
+            raise UnsupportedModelError(f"{path}: ranks with tokens of their own")
         self.summed = self.tp_group.size > 1 and (cut or self.expert_group is not None)
         features = first.shape[2] if experts.is_transposed else first.shape[1]
         hidden = first.shape[1] if experts.is_transposed else first.shape[2]
@@ -184,8 +176,8 @@ class WrappedExperts(vLLMModule):
         if hidden.is_meta:
             return torch.empty_like(hidden)
         (experts,) = self._library
-        kept = self.experts.kept
-        order, offsets = sort_by_expert(top_k_index.int(), kept.start, len(kept))
+        # Numbers after the last are of identities, which no rank keeps.
+        order, offsets = self.sorted_rows(top_k_index.int().clamp(max=self.experts.count))
         y = self._activated(self.w13(hidden, offsets, order, top_k_index.shape[-1]))
         output = combine_experts(self.w2(y, offsets), order, offsets, top_k_weights.float())
         output = self.tp_group.all_reduce(output) if self.summed else output

@@ -206,6 +206,15 @@ class WeightChanges:
         self.sleeping -= frozenset(tags)
         self.asleep = self.asleep if self.sleeping else 0
 
+    def rearrange_experts(self, placements: Mapping[str, tuple[int, ...]]) -> list[int]:
+        """Move the experts of layers on every rank; return the bytes that came to each.
+
+        If that fails midway, no step runs until a whole checkpoint is loaded.
+        """
+        with self._or_refuse():
+            received: list[int] = self._everywhere("rearrange_experts", placements)
+        return received
+
     def reload_weights(self) -> None:
         """Load every rank's weights from the source, also after sleep or a failed update."""
         with self._or_refuse():

@@ -30,6 +30,7 @@ from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_b
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
 from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
+from vllm_module.runtime.ranks.worker_experts import WorkerExperts
 from vllm_module.runtime.ranks.worker_weights import WorkerWeights
 from vllm_module.runtime.sampling.sampler import warm_up
 from vllm_module.runtime.step_inputs import StepInputs
@@ -59,7 +60,7 @@ class SequenceMemory(NamedTuple):
     windows: frozenset[int | None]
 
 
-class Worker(WorkerWeights):
+class Worker(WorkerWeights, WorkerExperts):
     """Loads this rank's part of the model and runs steps on it.
 
     Args:
@@ -107,6 +108,8 @@ class Worker(WorkerWeights):
         self.rank = (stage.size - 1 - stage.rank) * self._group.size + self._group.rank
         self._shape: tuple[int, int, int] | None = None  # arguments of the last start
         self._adapter_rows = AdapterRows(self.new_slots())
+        if config.enable_eplb:
+            self.count_experts()
 
     @property
     def is_encoder(self) -> bool:
@@ -268,6 +271,8 @@ class Worker(WorkerWeights):
             torch.cuda.synchronize()
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
         self._shape = num_pages, host_pages, max_model_len
+        if config.enable_eplb:
+            self.count_experts()  # from zero, after steps that were tried
         # What stages send each other is part of no graph.
         if on_gpu and not config.enforce_eager and self._pipe is None:
             self.runner.capture(config.max_num_batched_tokens)

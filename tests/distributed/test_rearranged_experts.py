@@ -1,0 +1,247 @@
+"""Engines of two ranks whose experts move: one rank's tokens, and updates that are right."""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm_module import LLM
+from vllm_module.errors import RankError, ShardingError
+from vllm_module.runtime.ranks import worker_experts
+from vllm_module.weights.changes import Changes
+from vllm_module.weights.digests import digest_weight
+
+HERE = Path(__file__).parent
+PIPELINE = runpy.run_path(str(HERE / "test_pipeline.py"))
+engine, tokens, write = PIPELINE["engine"], PIPELINE["tokens"], PIPELINE["write"]
+Tensors = dict[str, torch.Tensor]
+CASES = 200 if os.environ.get("AT_LENGTH") else 12
+SPREAD: dict[str, Any] = {
+    "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 4, "enable_eplb": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["mixtral", "deepseek-v3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name: str = request.param
+    made: Path = write(tmp_path_factory.mktemp("experts") / name, name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[LLM]:
+    """An engine of one rank."""
+    with engine(folder, block_size=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(alone: LLM) -> Any:
+    return tokens(alone)
+
+
+@pytest.fixture(scope="module")
+def spread(folder: Path) -> Iterator[LLM]:
+    """An engine that has three more places in each layer."""
+    with engine(folder, num_redundant_experts=3, **SPREAD) as llm:
+        yield llm
+
+
+def drawn(draw: random.Random, placement: tuple[int, ...]) -> list[int]:
+    """Return a placement of as many places on two ranks, without an expert twice on one."""
+    number = 1 + max(placement)
+    half = -(-len(placement) // 2)
+    while True:
+        more = draw.sample(range(number), k=len(placement) - number)
+        placed = draw.sample([*range(number), *more], k=len(placement))
+        if all(len({*held}) == len(held) for held in (placed[:half], placed[half:])):
+            return placed
+
+
+def move(llm: LLM, draw: random.Random) -> int:
+    old = llm.expert_placements()
+    return llm.rearrange_experts(placements={path: drawn(draw, old[path]) for path in old})
+
+
+def stored(weights: Tensors) -> dict[str, str]:
+    return {name: digest_weight(tensor).hex for name, tensor in weights.items()}
+
+
+def test_tokens_are_those_of_one_rank(spread: LLM, folder: Path, expected: Any) -> None:
+    """Before, between and after moves, and while they go on; nothing is computed anew."""
+    draw = random.Random(1)
+    assert tokens(spread) == expected
+    weights = load_file(folder / "model.safetensors")
+    moved = [move(spread, draw) for _ in range(4)]
+    assert all(moved)
+    assert spread.digest().tensors == stored(weights)
+    found: list[Any] = []
+    working = threading.Thread(target=lambda: found.extend(tokens(spread) for _ in range(6)))
+    computed = spread.engine.totals.prompt_tokens
+    working.start()
+    moves = 0
+    while working.is_alive():
+        moves += move(spread, draw) > 0
+    working.join()
+    assert moves > 5
+    assert found == [expected] * 6
+    assert spread.weight_version == "0"
+    assert spread.engine.totals.prompt_tokens > computed
+
+
+def test_updates_after_moves_are_right(
+    spread: LLM, alone: LLM, folder: Path, tmp_path: Path
+) -> None:
+    """In every drawn case: whole and partial, as mapping, stream and single elements."""
+    draw = random.Random(2)
+    kind = folder.name
+    versions = [
+        load_file(write(tmp_path / f"{seed}", kind, seed=seed) / "model.safetensors")
+        for seed in (11, 12, 13)
+    ]
+    weights = load_file(folder / "model.safetensors")
+    for case in range(CASES):
+        move(spread, draw)
+        new = draw.choice(versions)
+        names = draw.sample(sorted(new), k=draw.choice([1, len(new) // 3, len(new)]))
+        some = {name: new[name] for name in names}
+        update: Any = some
+        if case % 3 == 1:
+            update = iter(some.items())
+        if case % 3 == 2:  # the first elements alone
+            update = {}
+            for name in names:
+                values, some[name] = new[name].view(-1)[:5].clone(), weights[name].clone()
+                some[name].view(-1)[:5] = values
+                update[name] = Changes(torch.arange(0, 5), values, new[name].shape)
+        weights |= some
+        spread.update_weights(update)
+        assert spread.digest().tensors == stored(weights), case
+    alone.update_weights(weights)
+    assert tokens(spread) == tokens(alone)
+    spread.reload_weights()
+    alone.reload_weights()
+
+
+def test_the_engines_own_counts_say_who_moves(spread: LLM, expected: Any) -> None:
+    """Counts are those of what is computed; the busiest rank has less to do afterwards."""
+    old = spread.expert_placements()
+    # All on rank 0 that tokens go to most.
+    spread.rearrange_experts(placements=old)
+    assert tokens(spread) == expected
+    counts = spread.expert_counts()
+    assert counts.keys() == old.keys()
+    (layer,) = {sum(of_layer) for of_layer in counts.values()}  # as many tokens in each layer
+    assert layer > 0
+
+    def busiest(placements: dict[str, tuple[int, ...]]) -> list[float]:
+        most = []
+        for path, placed in placements.items():
+            half = -(-len(placed) // 2)
+            copies = [placed.count(expert) for expert in placed]
+            shares = [counts[path][e] / n for e, n in zip(placed, copies, strict=True)]
+            most.append(max(sum(shares[:half]), sum(shares[half:])))
+        return most
+
+    spread.rearrange_experts()
+    new = spread.expert_placements()
+    assert all(a <= b + 1e-9 for a, b in zip(busiest(new), busiest(old), strict=True))
+    assert {sum(each) for each in spread.expert_counts().values()} == {0}
+    assert spread.rearrange_experts([*counts.values()]) == 0  # nothing is better
+    assert tokens(spread) == expected
+
+
+def test_what_cannot_be_is_refused(spread: LLM, alone: LLM, folder: Path, expected: Any) -> None:
+    """By name, before anything moves."""
+    placements = spread.expert_placements()
+    path, placed = next(iter(placements.items()))
+    for wrong, message in [
+        ({"counts": [[1.0]]}, "counts should have a row for each of"),
+        ({"counts": [], "placements": {}}, "either counts of tokens or placements"),
+        ({"placements": {"model": placed}}, "no layer 'model' has experts"),
+        ({"placements": {path: [0, 1]}}, "lacks expert 2"),
+        ({"placements": {path: range(1 + max(placed))}}, "places for experts, got"),
+    ]:
+        with pytest.raises((ValueError, ShardingError), match=message):
+            spread.rearrange_experts(**wrong)
+    with pytest.raises(ShardingError, match="twice on rank"):
+        spread.rearrange_experts(placements={path: sorted(placed)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(spread.engine.adapters, "mine", None)
+        with pytest.raises(ValueError, match="the adapter 'mine' has parts beside the experts"):
+            move(spread, random.Random(4))
+    assert spread.expert_placements() == placements
+    assert tokens(spread) == expected
+    with pytest.raises(ValueError, match="no experts are spread over ranks"):
+        alone.rearrange_experts([])
+    with pytest.raises(ValueError, match="give enable_expert_parallel"):
+        engine(folder, num_redundant_experts=1)
+    with pytest.raises(ShardingError, match="1 ranks have places for 0"):
+        engine(folder, num_redundant_experts=1, enable_expert_parallel=True)
+
+
+def test_other_ways_to_load_know_the_places(spread: LLM, folder: Path, expected: Any) -> None:
+    """Sleep, loading again, and a replica that loads from what has moved."""
+    move(spread, random.Random(3))
+    placed = spread.expert_placements()
+    spread.sleep(level=2)
+    spread.wake_up()
+    assert tokens(spread) == expected
+    spread.reload_weights()
+    assert spread.expert_placements() == placed
+    assert tokens(spread) == expected
+    with spread.serve_weights() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_MODULE_REPLICA_TOKEN", server.token)
+        with engine(server.url, block_size=4) as llm:
+            assert tokens(llm) == expected
+
+
+def test_experts_of_pipeline_stages_move(folder: Path, alone: LLM, expected: Any) -> None:
+    """Within each stage; layers have the order of the model, not that of ranks."""
+    with engine(folder, pipeline_parallel_size=2, **SPREAD) as llm:
+        placements = llm.expert_placements()
+        assert [*placements] == sorted(placements)
+        counts = [range(len(placed)) for placed in placements.values()]
+        assert move(llm, random.Random(7)) > 0
+        assert tokens(llm) == expected
+        assert all(sum(each) for each in llm.expert_counts().values())
+        llm.rearrange_experts(counts)
+        assert tokens(llm) == expected
+        assert llm.digest().tensors == alone.digest().tensors
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "raise"])
+def test_a_rank_that_fails_while_experts_move_is_named(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests end with the reason, and nothing is computed with a mixture."""
+    folder = write(tmp_path / "mixtral", "mixtral")
+    with engine(folder, load_config={"timeout": 4.0}, **SPREAD) as llm:
+        pid = llm.executor._ranks.processes._processes[1].pid
+        right, calls = worker_experts.exchange_boxes, []
+
+        def faulty(*given: Any, **named: Any) -> int:
+            calls.append(None)
+            if len(calls) == 2:  # of the second layer
+                if fault == "raise":
+                    raise MemoryError("no memory for what moves")
+                os.kill(pid, getattr(signal, fault))
+            return right(*given, **named)
+
+        monkeypatch.setattr(worker_experts, "exchange_boxes", faulty)
+        message = "no memory for what moves|rank 1|rank 0"
+        with pytest.raises((RankError, MemoryError), match=message):
+            move(llm, random.Random(5))
+        assert len(calls) == 2
+        with pytest.raises((RankError, RuntimeError)):
+            tokens(llm)
