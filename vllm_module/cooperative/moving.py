@@ -285,7 +285,8 @@ class _Moving:
                 comes.append((peer, dist.irecv(head, group_src=peer, **of)))
             for peer in self._peers[stage]:
                 if boxes := going.get(peer):
-                    memory = torch.cat([bytes_of(read(each, number)) for each, number in boxes])
+                    parts = [bytes_of(read(each, number)) for each, number in boxes]
+                    memory = torch.cat(parts).cpu()
                     for part in (self._head(boxes), memory):
                         sent.append((peer, dist.isend(part, group_dst=peer, **of)))
             messages = []
