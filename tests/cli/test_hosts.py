@@ -255,17 +255,19 @@ def test_a_host_whose_command_fails(
     assert time.monotonic() - begin < host_watch.LINGER / 2
 
 
-class StoppedStore:
-    """A store whose process is stopped once it has the word: no request is answered any more."""
+class HeldStore:
+    """A store whose process runs or is stopped: then no request is answered."""
 
-    def __init__(self, stopped: threading.Event) -> None:
-        self._stopped, self._never = stopped, threading.Event()
+    def __init__(self) -> None:
+        self.running = threading.Event()
+        self.running.set()
+        self._count = 0
 
     def __getattr__(self, name: str) -> Any:
         def request(*_: object) -> list[bytes]:
-            if self._stopped.is_set():
-                self._never.wait()
-            return [b"0"]
+            self.running.wait()
+            self._count += 1
+            return [b"%d" % self._count]
 
         return request
 
@@ -274,15 +276,42 @@ def test_a_host_that_is_stopped_with_its_store(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is named by the others, whose requests wait without a limit, and they end."""
-    ended, stopped = threading.Event(), threading.Event()
+    ended, store = threading.Event(), HeldStore()
     monkeypatch.setattr(os, "kill", lambda *_: ended.set())
     for name, seconds in {"BEAT": 0.05, "GRACE": 0.05, "SILENCE": 3600.0, "LINGER": 0.2}.items():
         monkeypatch.setattr(host_watch, name, seconds)
-    watch = host_watch.HostWatch(StoppedStore(stopped), 1, {0: "zero"})
+    watch = host_watch.HostWatch(store, 1, {0: "zero"})
     assert not ended.wait(0.5)
-    stopped.set()
+    store.running.clear()
     monkeypatch.setattr(host_watch, "SILENCE", 0.3)
     assert ended.wait(30)
     assert "host 0 (zero) has said nothing for 0.3 s" in watch.found
     assert "host 0 (zero) has said nothing" in capsys.readouterr().err
     watch.end(1)  # does not wait for the store
+
+
+def test_a_host_that_goes_on_in_time_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a machine was paused for longer than a host may be silent, and not for long."""
+    ended, graced, store = threading.Event(), threading.Event(), HeldStore()
+    monkeypatch.setattr(os, "kill", lambda *_: ended.set())
+    for name, seconds in {"BEAT": 0.05, "GRACE": 77.0, "SILENCE": 0.3, "LINGER": 0.2}.items():
+        monkeypatch.setattr(host_watch, name, seconds)
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout != 77.0:
+                return super().wait(timeout)
+            before = watch._answered
+            store.running.set()
+            while watch._answered == before:
+                super().wait(0.01)
+            graced.set()
+            return False
+
+    watch = host_watch.HostWatch(store, 1, {0: "zero"})
+    watch._stop = Stop()  # from the next beat on
+    store.running.clear()
+    assert graced.wait(30)
+    assert not ended.wait(0.5)
+    assert watch.found == ""
+    watch.end(0)

@@ -14,6 +14,7 @@ COPIED = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "modules.json",
     "sentence_bert_config.json",
     "1_Pooling/config.json",

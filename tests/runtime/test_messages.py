@@ -13,7 +13,7 @@ import transformers
 from jinja2 import Environment
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.text.chat import ChatTemplate, template_text
+from vllm_module.runtime.text.chat import ChatTemplate, template_of, template_text
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
@@ -327,3 +327,15 @@ def test_templates_are_chosen_by_name_and_by_tools(
                 messages, tools, chat_template=template, tokenize=False
             )
             assert found == expected
+
+
+def test_a_checkpoint_without_a_default_has_its_others(tmp_path: Path) -> None:
+    """They are chosen by name, as the message of the missing default says."""
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("{{ 'rag' }}")
+    with pytest.raises(CheckpointFormatError, match=r"'rag', and none .* LLM\(chat_template=\)"):
+        ChatTemplate(tmp_path)
+    assert template_of(tmp_path, "rag") == "{{ 'rag' }}"
+    with pytest.raises(ValueError, match="no file that can be read"):
+        template_of(tmp_path, "other")

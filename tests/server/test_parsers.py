@@ -12,6 +12,7 @@ import pytest
 from vllm_module.server.growing_text import ToolCall
 from vllm_module.server.parsers import Parser, format_of, reasoning_of
 from vllm_module.server.tool_formats import FORMATS
+from vllm_module.server.tools import Formats
 
 THINK = ("<think>", "</think>")
 TOOLS = [
@@ -270,3 +271,15 @@ def test_an_unknown_format_is_named() -> None:
     """The message has the formats that there are."""
     with pytest.raises(ValueError, match="no format of tool calls is named 'x': hermes, "):
         Parser("x")
+
+
+def test_calls_are_in_the_format_of_the_template_for_tools() -> None:
+    """It may be another one than the default, which may tell none, or the reasoning alone."""
+    default, for_tools = "<think></think>", "<tool_call>"
+    assert Formats.of(default).calls is None
+    formats = Formats.of(default, for_tools=for_tools)
+    assert formats.calls == format_of(for_tools)
+    assert formats.calls is not None
+    assert formats.reasoning == ("<think>", "</think>")
+    assert Formats.of(default, "none", for_tools=for_tools).calls is None
+    assert Formats.of("<|python_tag|>", for_tools=for_tools).calls == formats.calls

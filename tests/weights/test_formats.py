@@ -80,11 +80,13 @@ def test_what_the_hub_is_asked_for(load_format: str, patterns: list[Any]) -> Non
             "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "x.model",
             "merges.txt", "chat_template.jinja", "model.safetensors.index.json", "params.json",
             "tokenizer_config.json", "1_Pooling/config.json", "tokenizer.bin.json",
+            "additional_chat_templates/tool_use.jinja",
         )],
         *[(name, False) for name in (
             "model.safetensors", "m.gguf", "m.bin", "README.md", "x.py", "onnx/config.json",
             "original/params.json", "consolidated.json", "training_args.json", "optimizer.json",
             "scheduler_config.json", "scaler.json", "rng_state.json", "image.png",
+            "checkpoints/config.json", "notes/a.txt", "slates/tokenizer.bin",
         )],
     ],
 )  # fmt: skip

@@ -16,13 +16,20 @@ DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.compl
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("before", [0, 1, 8, 16, 17, 24])
 @pytest.mark.parametrize("count", [None, 0, 1, 2, 3])
-def test_anything_may_follow_anything(dtype: torch.dtype, before: int, count: int | None) -> None:
-    """A tensor, or none to all of its elements, comes back bit by bit, whatever is before it."""
+@pytest.mark.parametrize("steps", [False, True])
+def test_anything_may_follow_anything(
+    dtype: torch.dtype, before: int, count: int | None, steps: bool
+) -> None:
+    """A tensor, or none to all of its elements, comes back bit by bit, whatever is before it.
+
+    Without steps, indices are there, as versions before sent them.
+    """
     memory, new = torch.full((256,), 7, dtype=torch.uint8), torch.arange(1, 4).to(dtype)
     weight: torch.Tensor | Changes = new
     if count is not None:
         weight = Changes(torch.arange(count), new[:count], (3,))
-    place = PackedTensor("w", dtype, (3,), aligned(before), elements=count)
+    gaps = gaps_of(weight) if steps else None
+    place = PackedTensor("w", dtype, (3,), aligned(before), None, count, gaps)
     place.fill(memory, weight)
     found = place.within(memory)
     if isinstance(weight, Changes):

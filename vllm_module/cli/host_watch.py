@@ -76,7 +76,7 @@ class HostWatch:
     def _ask(self) -> None:
         """Ask the store about the others; its requests have no limit of time."""
         seen = {other: ("", time.monotonic()) for other in self._others}
-        interval = BEAT * max(1, len(seen) / _HOSTS_A_BEAT)
+        interval = min(BEAT * max(1, len(seen) / _HOSTS_A_BEAT), SILENCE / 3)
         count = 0
         while not self._problem and not self._stop.wait(interval):
             count += 1
@@ -94,7 +94,10 @@ class HostWatch:
             problem = self._problem
             if not problem and time.monotonic() - self._answered > SILENCE:
                 problem = _silent(self._name(0))
-            if problem and not self._stop.wait(GRACE):
+            if not problem or self._stop.wait(GRACE):
+                continue
+            # All hosts, or this one alone, may have been stopped and go on.
+            if self._problem or time.monotonic() - self._answered > SILENCE:
                 self.found = problem
                 complain(error_text(problem))
                 os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the ranks

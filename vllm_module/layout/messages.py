@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from vllm_module.layout.hops import Route
@@ -65,16 +66,17 @@ def in_order(nbytes: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
     pending = dict.fromkeys(left, 0)  # bits of a number stand for sources
     for source, target in nbytes:
         pending[target] |= 1 << number[source]
-    waiting, free, now = list(left), (1 << len(sources)) - 1, 0
+    free = [(-size, at) for at, size in enumerate(sending)]  # by what they have left to send
+    waiting, able_now, now = list(left), (1 << len(sources)) - 1, 0  # bits of those in free
     under_way: list[tuple[int, int, int]] = []  # its end, the source's number, the target
     order: list[tuple[int, int]] = []
     while waiting or under_way:
         still: list[int] = []
         for target in sorted(waiting, key=lambda rank: (-left[rank], rank)):
-            if able := pending[target] & free:
-                at = max(_bits(able), key=sending.__getitem__)
+            if able := pending[target] & able_now:
+                _, at = free.pop(next(n for n, (_, at) in enumerate(free) if able >> at & 1))
                 pending[target] ^= 1 << at
-                free ^= 1 << at
+                able_now ^= 1 << at
                 took = nbytes[sources[at], target] + _EACH
                 sending[at] -= took
                 left[target] -= took
@@ -84,15 +86,8 @@ def in_order(nbytes: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
                 still.append(target)
         if under_way:
             now, at, target = heapq.heappop(under_way)
-            free |= 1 << at
+            insort(free, (-sending[at], at))
+            able_now |= 1 << at
             still.append(target)
         waiting = still
     return order
-
-
-def _bits(number: int) -> Iterator[int]:
-    """Yield the places of a number's bits that are 1."""
-    while number:
-        lowest = number & -number
-        yield lowest.bit_length() - 1
-        number ^= lowest

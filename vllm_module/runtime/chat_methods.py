@@ -10,7 +10,7 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.arguments import REQUEST_ARGUMENTS, check_type, known_arguments
 from vllm_module.runtime.outputs import RequestOutput
-from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages, template_text
+from vllm_module.runtime.text.chat import ChatTemplate, ContentFormat, Messages, template_of
 from vllm_module.runtime.text.prompts import Prompt, Tokenization, as_list, token_ids
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.runtime.text_methods import Params, TextMethods
@@ -22,7 +22,7 @@ class ChatMethods(TextMethods):
     source: ModelSource
     no_chat_template: str
     _template: ChatTemplate | None
-    _last_template: ChatTemplate | None = None
+    _last_template: tuple[str, ChatTemplate] | None = None
     _templates: TemplateProcess
 
     def chat(
@@ -113,20 +113,25 @@ class ChatMethods(TextMethods):
         template, how = self._chat_template(chat_template), Tokenization(special=False)
         return self._chat_prompt(template, messages, variables, how)
 
-    def get_chat_template(self) -> str | None:
-        """Return the text of the chat template; ``None`` if the checkpoint has none."""
-        return None if self._template is None else self._template.source
+    def get_chat_template(self, *, tools: bool = False) -> str | None:
+        """Return the text of the chat template, or of that for conversations with tools.
+
+        ``None`` if the checkpoint has none.
+        """
+        if self._template is None:
+            return None
+        source = self._template.source
+        return self._template.named.get("tool_use", source) if tools else source
 
     def _chat_template(self, given: str | None) -> ChatTemplate:
         check_type("chat_template", given, "text or None", str, type(None))
         if given is not None:
-            named = {} if self._template is None else self._template.named
-            source = named.get(given) or template_text(given)
-            last = self._last_template
-            if last is None or last.source != source:
-                last = ChatTemplate(self.source.folder, source, self._templates)
-                self._last_template = last  # the next call mostly gives it again
-            return last
+            last, template = self._last_template or ("", None)
+            if template is None or last != given:
+                folder = getattr(self.tokenizer, "folder", self.source.folder)
+                template = ChatTemplate(folder, template_of(folder, given), self._templates)
+                self._last_template = given, template  # the next call mostly gives it again
+            return template
         if self._template is None:
             raise CheckpointFormatError(self.no_chat_template)
         return self._template

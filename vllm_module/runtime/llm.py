@@ -42,7 +42,7 @@ from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.resharding import Resharding
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.started import adapter_memory, length_of, start
-from vllm_module.runtime.text.chat import ChatTemplate, template_text
+from vllm_module.runtime.text.chat import ChatTemplate, template_of
 from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.runtime.text.tokenizer import Tokenizer
@@ -254,7 +254,7 @@ class LLM(
         except CheckpointFormatError as error:
             self.no_tokenizer = str(error)
         try:
-            given = None if template is None else template_text(template)
+            given = None if template is None else template_of(folder, str(template))
             self._template = ChatTemplate(folder, given, self._templates)
         except CheckpointFormatError as error:
             self.no_chat_template = str(error)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from vllm_module.base.messages import describe_error
 from vllm_module.runtime.held_file import PIECE, ServedFile
-from vllm_module.weights.hub import is_small
+from vllm_module.weights.hub import TEMPLATES, is_small
 
 _log = logging.getLogger(__name__)
 
@@ -168,8 +168,8 @@ class WeightServer:
 def small_files(folder: Path) -> dict[str, bytes]:
     """Return config.json and the tokenizer's files."""
     return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted((*folder.iterdir(), *folder.glob(TEMPLATES)))
         if is_small(path.name) and path.is_file() and not path.name.endswith(_OF_FILES)
     }
 

@@ -31,14 +31,20 @@ class Formats:
     reasoning: tuple[str, str] | None = None
 
     @staticmethod
-    def of(template: str | None, calls: str = "auto", reasoning: str = "auto") -> Formats:
+    def of(
+        template: str | None,
+        calls: str = "auto",
+        reasoning: str = "auto",
+        for_tools: str | None = None,
+    ) -> Formats:
         """Return the formats that are named; those of ``"auto"`` are read from the template.
 
         ``calls`` may be ``"none"``, too, and ``reasoning`` is ``"auto"`` or ``"none"``.
+        ``for_tools`` is the template of conversations with tools, if it is another one.
         """
         told = template or ""
         return Formats(
-            format_of(told) if calls == "auto" else None if calls == "none" else calls,
+            format_of(for_tools or told) if calls == "auto" else None if calls == "none" else calls,
             reasoning_of(told) if reasoning == "auto" else None,
         )
 

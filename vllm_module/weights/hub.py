@@ -16,9 +16,10 @@ from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 
 # Files of configuration and tokenizer. Weights are added by format: the first format there is,
 # without Mistral's consolidated file (the same weights again) and without subfolders (the weights
-# in other formats). The exception is 1_Pooling, where sentence-transformers keeps a small file; so
-# a subfolder's name may end in "g".
+# in other formats). The exceptions are 1_Pooling, where sentence-transformers has a small file, and
+# additional_chat_templates; so a subfolder's name may end in "g" or "ates".
 SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+TEMPLATES = "additional_chat_templates/*.jinja"
 CODE = "*.py"  # downloaded only if the user trusts the code
 
 
@@ -42,7 +43,8 @@ def patterns_of(load_format: str) -> list[tuple[str, ...]]:
 
 
 _UNWANTED = [
-    "*[!g]/*", *(f"*/{name}" for each in FORMATS for names in patterns_of(each) for name in names),
+    "*[!gs]/*", "*[!e]s/*", "*[!t]es/*", "*[!a]tes/*",
+    *(f"*/{name}" for each in FORMATS for names in patterns_of(each) for name in names),
     "consolidated*", "training_args*", "optimizer*", "scheduler*", "scaler*", "rng_state*",
 ]  # fmt: skip
 

@@ -37,7 +37,7 @@ class PackedTensor(NamedTuple):
     """The place of a tensor in the bucket, with its name, dtype and shape, and digest if wanted.
 
     With ``elements``, only so many of them are there: the steps from one index to the next, of the
-    dtype ``gaps``, and then their values.
+    dtype ``gaps``, and then their values. Versions before 0.3 have no ``gaps``, but indices.
     """
 
     name: str
@@ -46,28 +46,34 @@ class PackedTensor(NamedTuple):
     start: int
     digest: str | None = None
     elements: int | None = None
-    gaps: torch.dtype = torch.int64
+    gaps: torch.dtype | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in the bucket."""
         if self.elements is None:
             return torch.Size(self.shape).numel() * self.dtype.itemsize
-        return aligned(self.gaps.itemsize * self.elements) + self.elements * self.dtype.itemsize
+        return aligned(self._width * self.elements) + self.elements * self.dtype.itemsize
+
+    @property
+    def _width(self) -> int:
+        return (self.gaps or torch.int64).itemsize
 
     def within(self, memory: torch.Tensor) -> Any:
         """Return what the bucket has there: a tensor, or ``Changes``; values are views of it."""
         if self.elements is None:
             end = self.start + self.nbytes
             return memory[self.start : end].view(self.dtype).view(self.shape)
-        gaps, values = self._changes(memory, self.elements)
-        return Changes(gaps.to(torch.int64).cumsum(0), values, self.shape)
+        indices, values = self._changes(memory, self.elements)
+        if self.gaps is not None:
+            indices = indices.to(torch.int64).cumsum(0)
+        return Changes(indices, values, self.shape)
 
     def _changes(self, memory: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where the steps and the values of some elements are."""
-        middle, end = self.start + self.gaps.itemsize * elements, self.start + self.nbytes
+        middle, end = self.start + self._width * elements, self.start + self.nbytes
         values = memory[aligned(middle) : end].view(self.dtype)
-        return memory[self.start : middle].view(self.gaps), values
+        return memory[self.start : middle].view(self.gaps or torch.int64), values
 
     def fill(self, memory: torch.Tensor, weight: Any) -> None:
         """Copy a weight there. Raises ``WeightReadError`` for one that has no dense values."""
@@ -78,7 +84,7 @@ class PackedTensor(NamedTuple):
                 raise WeightReadError(f"{printable_name(self.name)}: {problem}")
             else:
                 gaps, values = self._changes(memory, self.elements)
-                gaps.copy_(_gaps(weight.indices))
+                gaps.copy_(weight.indices if self.gaps is None else _gaps(weight.indices))
                 values.copy_(weight.values)
         except RuntimeError as error:  # torch's error, which does not name the tensor
             name, kind = printable_name(self.name), type(weight).__name__

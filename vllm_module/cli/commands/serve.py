@@ -129,7 +129,10 @@ def serve(
         stack.callback(gc.unfreeze)
         stack.enter_context(_stopping(listener.stop))
         state.formats = Formats.of(
-            llm.get_chat_template(), server.tool_call_parser, server.reasoning_parser
+            llm.get_chat_template(),
+            server.tool_call_parser,
+            server.reasoning_parser,
+            llm.get_chat_template(tools=True),
         )
         state.loaded, state.llm = int(time.time()), engine
         if path is None:

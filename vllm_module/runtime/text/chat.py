@@ -12,6 +12,7 @@ from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.weights import read_file, read_json
+from vllm_module.weights.hub import TEMPLATES
 from vllm_module.weights.regular_file import is_there
 
 Messages = Sequence[Mapping[str, Any]]
@@ -24,7 +25,6 @@ _FORMATS = {"string": (True, False), "openai": (False, True)}
 _PROBES = ("first message", "other message")
 _UNSHOWN = "entry of a part that no template shows"
 _END = "the final message ends here"
-_OTHERS = "additional_chat_templates"
 # Key of a message part's text, by the part's type.
 _TEXTS = {
     "text": "text", "input_text": "text", "output_text": "text",
@@ -75,7 +75,7 @@ def named_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     They are ``chat_template.jinja``, which is ``default``, and those in
     ``additional_chat_templates``; without these files, the entry of ``tokenizer_config.json``.
     """
-    files = [(path.stem, path) for path in sorted((folder / _OTHERS).glob("*.jinja"))]
+    files = [(path.stem, path) for path in sorted(folder.glob(TEMPLATES))]
     if is_there(path := folder / "chat_template.jinja"):
         files.append(("default", path))
     if files:
@@ -84,6 +84,14 @@ def named_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     entries = entry if isinstance(entry, list) else [{"name": "default", "template": entry}]
     found = [(each.get("name"), each.get("template")) for each in entries if hasattr(each, "get")]
     return {n: text for n, text in found if isinstance(n, str) and isinstance(text, str)}
+
+
+def template_of(folder: Path, given: str) -> str:
+    """Return a template that is given by its name in a checkpoint, as text, or as a path.
+
+    Raises as :func:`template_text`.
+    """
+    return named_templates(folder, tokenizer_settings(folder)).get(given) or template_text(given)
 
 
 class ChatTemplate:

@@ -12,8 +12,7 @@ from vllm_module.base.messages import describe_error, printable, shorten
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.text.chat import (
     ChatTemplate,
-    named_templates,
-    template_text,
+    template_of,
     token_text,
     tokenizer_settings,
 )
@@ -258,8 +257,7 @@ class Tokenizer:
     def _chat_template(self, given: str | None) -> ChatTemplate:
         """Return a template; the checkpoint's is read once, and its process is kept."""
         if given is not None:
-            named = named_templates(self.folder, tokenizer_settings(self.folder))
-            return ChatTemplate(self.folder, named.get(given) or template_text(given))
+            return ChatTemplate(self.folder, template_of(self.folder, given))
         if self._template is None:
             self._template = ChatTemplate(self.folder)
         return self._template

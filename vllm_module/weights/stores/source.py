@@ -43,12 +43,14 @@ _MARKERS = tuple(each.marker for each in _UNITS if not each.suffixes)
 _DESCRIBING = tuple(each.marker for each in _UNITS if each.marker in _MARKERS and each.small_files)
 _CONFIG = "config.json"
 _POOLING = "1_Pooling/config.json"
+# Folders are listed without those below. These are the names that publishers use.
+_TEMPLATES = tuple(hub.TEMPLATES.replace("*", name) for name in ("tool_use", "rag"))
 # Small files that are asked for by name where the folder cannot be listed.
 _SMALL_NAMES = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", _POOLING,
-    "digests.json",
+    "digests.json", *_TEMPLATES,
 )  # fmt: skip
 # Of the small files together. A checkpoint has some twenty, of less than 100 MB.
 _MOST_FILES = 1000
@@ -277,6 +279,8 @@ class StoreSource:
                 names = [name for name in wanted if name not in {*others} - {*self._indexes()}]
                 if "modules.json" in listed:
                     names.append(_POOLING)
+                if "chat_template.jinja" in listed:
+                    names += [each for each in _TEMPLATES if each not in names]
             rest = [name for name in names if name != _CONFIG]
             if len(rest) >= _MOST_FILES:
                 raise CheckpointFormatError(
