@@ -11,9 +11,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_module.errors import ModelNotReadyError
-from vllm_module.quantization import ONLINE, EightBitMethod
-from vllm_module.testing.checkpoints import assert_same_state, random_weights, state
+from vllm_module import vLLMModule
+from vllm_module.errors import ModelNotReadyError, WeightReadError
+from vllm_module.layers import RotaryEmbedding
+from vllm_module.layers.mla import MLAUpProjection
+from vllm_module.quantization import ONLINE, EightBitMethod, QuantizeMethod, Scheme
+from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, BitsAndBytes8BitMethod
+from vllm_module.quantization.method import UnquantizedMethod
+from vllm_module.quantization.mxfp4 import MXFP4PackedMethod
+from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
+from vllm_module.quantization.online_nf4 import OnlineNF4Method
+from vllm_module.quantization.packed import AWQ, GPTQ, PackedMethod
+from vllm_module.quantization.packed_gemv import AWQ_GEMV, GEMVMethod
+from vllm_module.testing.checkpoints import (
+    assert_same_state,
+    made_up_weights,
+    random_weights,
+    state,
+)
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -112,8 +127,8 @@ def test_sleep_is_refused_during_a_load() -> None:
     model.load_weights(stream())
 
 
-def test_computed_buffers_stay() -> None:
-    """Sleep keeps tensors that no checkpoint stores, because no load could restore them."""
+def test_buffers_that_no_load_restores_stay() -> None:
+    """Sleep keeps tensors that do not follow from weights, because no load could restore them."""
     model = tree.Model()
     model.register_buffer("table", torch.ones(3), persistent=False)
     model.load_weights(tree.checkpoint())
@@ -135,3 +150,83 @@ def test_updates_wake_what_was_refused_before_it_slept() -> None:
     model.sleep()
     model.update_weights(tensors)
     model.check_ready()
+
+
+class Attention(vLLMModule):
+    """A latent projection, which computes what products need, beside a table that stays."""
+
+    def __init__(self, method: QuantizeMethod) -> None:
+        super().__init__()
+        self.rotary = RotaryEmbedding(16, 64)
+        self.kv_b_proj = MLAUpProjection(256, 4, 16, 48)
+        self.kv_b_proj.quantize(method)
+
+
+# By what each of them computes from its weights.
+METHODS: dict[str, tuple[QuantizeMethod, set[str]]] = {
+    "none": (UnquantizedMethod(), set()),
+    "fp8": (
+        EightBitMethod(Scheme("tensor", activations="static")),
+        {"scale_for_matmul", "input_scale_for_matmul"},
+    ),
+    "gptq": (PackedMethod(GPTQ, 4, 32, False), {"zeros_for_matmul"}),
+    "awq": (PackedMethod(AWQ, 4, 32, False), {"zeros_for_matmul"}),
+    "gemv": (GEMVMethod(AWQ_GEMV, 4, 32, False), {"scales_for_matmul", "zeros_for_matmul"}),
+    "nvfp4": (NVFP4Method(MODELOPT, False), {"codebook", "scales_for_matmul"}),
+    "mxfp4": (MXFP4PackedMethod(), {"codebook", "scales_for_matmul"}),
+    "nf4": (OnlineNF4Method(), {"codebook"}),
+    "bitsandbytes": (BitsAndBytes4BitMethod("nf4", nested=True), {"codebook", "scales"}),
+    "bitsandbytes int8": (BitsAndBytes8BitMethod(), {"scale_for_matmul"}),
+}
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_computed_from_weights_sleeps_with_them(name: str, in_parts: bool) -> None:
+    """Its memory is released, and a load, or updates that fill everything, compute it again."""
+    method, computed = METHODS[name]
+    model = Attention(method)
+    layer = model.kv_b_proj
+    assert set(dict(layer.named_buffers())) == {"w_uk", "w_uv", *computed}
+    tensors = made_up_weights(model)
+    model.load_weights(tensors)
+    before = {path: buffer.clone() for path, buffer in model.named_buffers()}
+    held = [weakref.ref(each) for each in (*layer.parameters(), *layer.buffers())]
+    model.sleep()
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
+    assert all(each.is_meta for each in (*layer.parameters(), *layer.buffers()))
+    assert torch.equal(model.rotary.inv_freq, before["rotary.inv_freq"])
+    if in_parts:
+        for each in sorted(tensors):
+            with pytest.raises(ModelNotReadyError):
+                model.check_ready()
+            model.update_weights({each: tensors[each]})
+    else:
+        model.load_weights(tensors)
+    model.check_ready()
+    after = dict(model.named_buffers())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[path], before[path]) for path in before)
+    weight = layer.quant_method.full_precision(layer)
+    if name == "none":
+        weight = tensors["kv_b_proj.weight"]
+    key, value = weight.view(4, 64, 256).split([16, 48], 1)
+    assert torch.equal(layer.w_uk, key)
+    assert torch.equal(layer.w_uv, value.mT)
+
+
+def test_a_wake_up_that_breaks_leaves_what_is_computed_to_the_next_load() -> None:
+    """A refused load lets nothing run, and the next one computes all of it."""
+    model = Attention(MXFP4PackedMethod())
+    tensors = made_up_weights(model)
+    model.load_weights(tensors)
+    before = model.kv_b_proj.w_uk.clone()
+    model.sleep()
+    name = "kv_b_proj.weight_scale"
+    with pytest.raises(WeightReadError):
+        model.load_weights(tensors | {name: torch.full_like(tensors[name], 255)})  # NaN
+    with pytest.raises(ModelNotReadyError):
+        model.check_ready()
+    model.load_weights(tensors)
+    assert torch.equal(model.kv_b_proj.w_uk, before)

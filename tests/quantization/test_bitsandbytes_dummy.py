@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 
 from vllm_module import LoadConfig, ModelConfig, get_model
 from vllm_module.distributed import run_ranks
+
+bnb = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("bnb_checkpoints.py"))))
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256,
@@ -51,3 +55,21 @@ def test_dummy_weights_are_what_a_checkpoint_could_have(
     assert whole.std() > 0
     for each in run_ranks(size, logits):
         torch.testing.assert_close(each, whole, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_quiet")
+@pytest.mark.parametrize("kind", [kind for kind in bnb.KINDS if kind != "int8"])
+@pytest.mark.parametrize("name", bnb.MODELS)
+def test_expected_weights_are_what_bitsandbytes_writes(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    """Names, dtypes and shapes are a checkpoint's, and dummy weights have them."""
+    stored = bnb.publish(tmp_path, name, kind).tensors
+    config = ModelConfig(model=str(tmp_path), dtype="float32")
+    model: Any = get_model(model_config=config, load_config=LoadConfig(load_format="dummy"))
+    expected = model.expected_weights()
+    assert expected.keys() == stored.keys()
+    for key, tensor in stored.items():
+        shape, is_state = expected[key].shape, ".quant_state." in key  # which ends with its text
+        assert expected[key].dtype == tensor.dtype, key
+        assert shape.numel() >= len(tensor) if is_state else shape == tensor.shape, key

@@ -22,7 +22,7 @@ from vllm_module.core.tensors import is_typed
 from vllm_module.core.tree import loads_itself, state_of
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
-from vllm_module.layout import HeldBox, Layout, StoredTensorLayout
+from vllm_module.layout import HeldBox, Layout, StoredTensorLayout, Strided
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Destination, Handle, Weight, read_into
 from vllm_module.weights.digests import Digests, Place, digest_of_all
@@ -167,8 +167,10 @@ def digest_of(
             of_name.update(_kept(sources, name, entry))
             continue
         assert tensor is not None
-        for box in boxes:
-            of_name[box.start, _held_size(box), box.view] = _of_box(tensor.detach(), entry, box)
+        for each in boxes:
+            shape, box = _in_elements(entry.shape, each)
+            region = region_of(tensor.detach(), box)
+            of_name[box.start, box.size, box.view] = _viewed(region, box.start, box.view, shape)
         if not boxes:
             of_name[entry.shape, entry.shape, None] = Digest(tensor.dtype, entry.shape)
     for name, other in ties.items():
@@ -308,27 +310,35 @@ def _check(
         raise WeightReadError(f"{path} holds no values: load the weights first")
 
 
-def _held_size(box: HeldBox) -> tuple[int, ...]:
-    """Return the size of a box in elements of the parameter, of which some hold several values."""
-    if box.held.packed == 1:
-        return box.size
-    dim = box.held.strides.index(1)
-    return *box.size[:dim], box.size[dim] // box.held.packed, *box.size[dim + 1 :]
+def _in_elements(shape: tuple[int, ...], box: HeldBox) -> tuple[tuple[int, ...], HeldBox]:
+    """Return a tensor's shape and a box of it, counted in elements of the parameter.
+
+    An element may hold several values, which are neighbours along one dimension. It is another one
+    of ``held`` than of ``size`` where pairs add dimensions to ``held``, and another one of ``view``
+    than of ``shape`` where groups do.
+    """
+    held, packed, view = box.held, box.held.packed, box.view or shape
+    if packed == 1:
+        return shape, box
+    dim = held.strides.index(1)  # of all others, they are multiples of ``packed``
+    at = _dim_before(math.prod(held.shape[dim + 1 :]), box.size)
+    last = _dim_before(math.prod(view[at + 1 :]), shape)
+    strides = (1 if each == 1 else each // packed for each in held.strides)
+    elements = Strided(held.offset // packed, _divided(held.shape, dim, packed), tuple(strides))
+    start, size = _divided(box.start, at, packed), _divided(box.size, at, packed)
+    viewed = None if box.view is None else _divided(box.view, at, packed)
+    return _divided(shape, last, packed), HeldBox(start, size, elements, viewed)
 
 
-def _of_box(tensor: torch.Tensor, entry: StoredTensorLayout, box: HeldBox) -> Digest:
-    """Return the digest of the elements that a box fills; some may hold several values."""
-    held, shape, start, view = box.held, entry.shape, box.start, box.view
-    if held.packed > 1:
-        dim, packed = held.strides.index(1), held.packed
-        strides = [1 if at == dim else each // packed for at, each in enumerate(held.strides)]
-        sizes = [n // packed if at == dim else n for at, n in enumerate(held.shape)]
-        region = tensor.as_strided(sizes, strides, held.offset // packed)
-        shape = (*shape[:dim], shape[dim] // packed, *shape[dim + 1 :])
-        start = (*start[:dim], start[dim] // packed, *start[dim + 1 :])
-    else:
-        region = region_of(tensor, box)
-    return _viewed(region, start, view, shape)
+def _dim_before(count: int, shape: Sequence[int]) -> int:
+    """Return the dimension, of more than one entry, after which there are ``count`` elements."""
+    return next(
+        at for at, size in enumerate(shape) if size > 1 and math.prod(shape[at + 1 :]) == count
+    )
+
+
+def _divided(counts: Sequence[int], dim: int, by: int) -> tuple[int, ...]:
+    return *counts[:dim], counts[dim] // by, *counts[dim + 1 :]
 
 
 def region_of(tensor: torch.Tensor, box: HeldBox) -> torch.Tensor:

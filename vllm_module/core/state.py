@@ -113,16 +113,21 @@ def check_ready(root: nn.Module) -> None:
 
 
 def is_complete(root: nn.Module) -> bool:
-    """Tell whether every slot of the tree holds values and no tensor of it is on meta."""
-    return not any_on_meta(root.modules()) and not any(_unfilled(root))
+    """Tell whether every slot of the tree holds values and nothing else of it is on meta.
+
+    Processing allocates what it computes.
+    """
+    return not any_on_meta(root.modules(), but_computed=True) and not any(_unfilled(root))
 
 
-def any_on_meta(modules: Iterable[nn.Module]) -> bool:
+def any_on_meta(modules: Iterable[nn.Module], *, but_computed: bool = False) -> bool:
     """Tell whether any parameter or buffer of ``modules`` is on the meta device."""
     for module in modules:
         for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
-                if tensor is not None and tensor.is_meta:
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if not (but_computed and name in getattr(module, "computed_names", ())):
                     return True
     return False
 
@@ -141,7 +146,7 @@ def _unfilled(root: nn.Module) -> Iterator[str]:
 
 
 def sleep(root: nn.Module) -> None:
-    """Replace every tensor that a load fills by one on the meta device.
+    """Replace every tensor that a load fills or computes by one on the meta device.
 
     Tied tensors stay tied where every module that holds them is in the tree.
     """
@@ -150,10 +155,10 @@ def sleep(root: nn.Module) -> None:
     meta, on_cuda = torch.device("meta"), False
     asleep: dict[torch.Tensor, Any] = {}
     for module in root.modules():
-        computed = module._non_persistent_buffers_set
+        kept = module._non_persistent_buffers_set.difference(getattr(module, "computed_names", ()))
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and name not in computed:
+                if tensor is not None and name not in kept:
                     on_cuda |= tensor.is_cuda
                     if tensor not in asleep:
                         asleep[tensor] = materialized(tensor, meta)
@@ -183,6 +188,8 @@ class GuardedModule(nn.Module):
     def sleep(self) -> None:
         """Release the memory of all weights: back to meta, until ``load_weights`` fills them.
 
+        So is that of buffers that layers compute from them, such as scales for a product. Buffers
+        that do not depend on weights stay.
         Tied tensors stay tied if all modules that hold them are below this one. Memory that
         something else refers to, such as a captured CUDA graph, is not released.
         """

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.report import LoadReport
-from vllm_module.core.tensors import expected_shape, slots_of
+from vllm_module.core.tensors import expected_shape, is_typed, slots_of
 
 if TYPE_CHECKING:
     from vllm_module.weights.digests import Digests
@@ -213,8 +213,11 @@ class Location:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype that a checkpoint has the tensor in."""
-        conversion = self.conversion
-        return self.tensor.dtype if conversion is None else conversion.dtype
+        conversion, tensor = self.conversion, self.tensor
+        if conversion is not None:
+            return conversion.dtype
+        stored = tensor.stored_dtypes if is_typed(tensor) else ()
+        return stored[0] if stored and tensor.dtype not in stored else tensor.dtype
 
     def stored_name(self, slot: str) -> str:
         """Return the name that a checkpoint has for ``slot`` of this tensor."""

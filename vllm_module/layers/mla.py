@@ -89,7 +89,7 @@ class _OfHeads(ColumnParallelLinear):
             )
         super().__init__(kv_lora_rank, num_heads * features, bias=False, params_dtype=params_dtype)
         self.num_heads = num_heads // size
-        self._computed = tuple(shapes)
+        self.own_buffer_names = tuple(shapes)
         for name, shape in shapes.items():
             try:
                 computed = torch.empty(self.num_heads, *shape, dtype=self.params_dtype)
@@ -102,8 +102,8 @@ class _OfHeads(ColumnParallelLinear):
             self.register_buffer(name, computed, persistent=False)
 
     def process_weights_after_loading(self) -> None:
-        for name, part in zip(self._computed, self._parts(), strict=True):
-            self.get_buffer(name).copy_(part)
+        for name, part in zip(self.own_buffer_names, self._parts(), strict=True):
+            self._set_buffer(name, part)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Compute them from the weight of a state dict, which does not have them."""
@@ -120,7 +120,7 @@ class _OfHeads(ColumnParallelLinear):
         # Without autograd too: an optimizer may have written to the weight.
         if any(parameter.requires_grad for parameter in self.parameters(recurse=False)):
             return self._parts()
-        parts = tuple(self.get_buffer(name) for name in self._computed)
+        parts = tuple(self.get_buffer(name) for name in self.own_buffer_names)
         if self.adapters is None or not self.adapters.rows.any:
             return parts
         ranges = zip(parts, self._ranges(), strict=True)

@@ -85,7 +85,7 @@ class PerTensorTableParameter(BasevLLMParameter):
     """A table of ``length`` entries for each slot of the output, the same on every rank.
 
     Its shape is ``[slots * length]``. A checkpoint stores a slot's table as ``[length]``. A single
-    table of a fused tensor fills all slots.
+    table of a fused tensor fills all slots; slots that are never stored apart share one.
 
     Args:
         shorter: True if a checkpoint may store fewer entries; zeros are added at the end.
@@ -106,8 +106,7 @@ class PerTensorTableParameter(BasevLLMParameter):
         dtype: torch.dtype,
         **more: Unpack[More],
     ) -> Self:
-        groups = None if output.groups is None else 1
-        tables = Dim(tuple(Slot(slot.name, length) for slot in output.slots), groups)
+        tables = Dim(tuple(Slot(name, length) for name in output.names or ("",)))
         self = super().__new__(cls, tables, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more)
         self.length, self.shorter = length, shorter
         return self

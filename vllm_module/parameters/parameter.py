@@ -99,7 +99,7 @@ class BasevLLMParameter(nn.Parameter):
 
     @property
     def stored_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes accepted from a checkpoint, besides its own and those that convert to that."""
+        """The only dtypes accepted from a checkpoint; empty: its own, and those that convert."""
         return ()
 
     @property

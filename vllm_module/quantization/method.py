@@ -11,7 +11,7 @@ import torch
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.module import vLLMModule
-from vllm_module.core.tensors import slots_of
+from vllm_module.core.tensors import materialized, slots_of
 from vllm_module.core.tree import locations
 from vllm_module.distributed import TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
@@ -82,9 +82,10 @@ class QuantizeMethod(ABC):
         """Return what every product needs of the parameters, by the name of a buffer.
 
         Called after each load, and after a state dict. The layer copies it into the buffers, whose
-        memory stays: ``apply`` computes nothing from scales, and a CUDA graph sees an update. A
-        scale that is written in another way is not seen, unless it requires a gradient. When
-        the layer is quantized, parameters are on meta, and this gives the shapes of the buffers.
+        memory stays until the layer sleeps: ``apply`` computes nothing from scales, and a CUDA
+        graph sees an update. A scale that is written in another way is not seen, unless it requires
+        a gradient. When the layer is quantized, parameters are on meta, and this gives the shapes
+        of the buffers.
         """
         return {}
 
@@ -138,6 +139,7 @@ class QuantizableLayer(vLLMModule):
         params_dtype: of the weight before it is quantized.
         quant_method: creates, processes and applies the weight.
         parameter_names, buffer_names: what the method has created and what it computes.
+        own_buffer_names: what the layer itself computes from the weight.
 
     """
 
@@ -151,6 +153,7 @@ class QuantizableLayer(vLLMModule):
     quant_method: QuantizeMethod = UnquantizedMethod()
     parameter_names: tuple[str, ...] = ()
     buffer_names: tuple[str, ...] = ()
+    own_buffer_names: tuple[str, ...] = ()
     _is_replaced = False  # a call has replaced the layer's own method
 
     def create_weight(self, output: Dim, input: Dim, params_dtype: torch.dtype) -> None:
@@ -302,11 +305,21 @@ class QuantizableLayer(vLLMModule):
         computed = self.quant_method.compute_buffers(self)
         return {**dict.fromkeys(self.buffer_names), **computed}
 
+    @property
+    def computed_names(self) -> tuple[str, ...]:
+        """Names of the buffers that processing computes from the parameters: sleep frees them."""
+        return *self.buffer_names, *self.own_buffer_names
+
     def _compute_buffers(self) -> None:
         for name, value in self.quant_method.compute_buffers(self).items():
-            buffer = self._buffers[name]
-            assert buffer is not None, name
-            buffer.copy_(value.detach())
+            self._set_buffer(name, value)
+
+    def _set_buffer(self, name: str, value: torch.Tensor) -> None:
+        buffer = self._buffers[name]
+        assert buffer is not None, name
+        if buffer.is_meta:  # the layer slept
+            buffer = self._buffers[name] = materialized(buffer, value.device)
+        buffer.copy_(value.detach())
 
 
 class _Declared(NamedTuple):
