@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM
-from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
 from vllm_module.runtime.rank_servers import end_boxes
 from vllm_module.weights.header import Entry, StoredDType
 from vllm_module.weights.source import find_source
@@ -146,6 +146,28 @@ def test_no_mixture_of_versions_is_read(
     with pytest.raises(WeightReadError, match="changed while its ranks were asked"):
         find_source(server.url).weights()
     monkeypatch.undo()
+
+
+def test_ranks_serve_after_an_update_that_was_refused(folder: Path, llm: LLM, server: Any) -> None:
+    """Nothing was written. After loading again, no rank lacks an update that others have."""
+
+    def refused() -> list[tuple[str | None, bool]]:
+        with pytest.raises(WeightLoadError, match=r"no\.such\.tensor"):
+            llm.update_weights(iter([("no.such.tensor", torch.zeros(3))]))
+        states: list[tuple[str | None, bool]] = llm.executor._everywhere("weights_state")
+        return states
+
+    assert refused() == [(None, False)] * 2
+    with opened(server.url) as checkpoint:
+        assert isinstance(checkpoint, ranks.RankedCheckpoint)
+        stored = load_file(folder / "model.safetensors")
+        assert all(torch.equal(w.read(), stored[name]) for name, w in checkpoint.items())
+    llm.reload_weights()
+    assert llm.executor._everywhere("weights_state") == [(None, True)] * 2
+    refused()
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert llm.executor._everywhere("weights_state") == [(None, True)] * 2
 
 
 def test_a_rank_wants_the_token(server: Any) -> None:
