@@ -19,6 +19,7 @@ from vllm_module import LLM
 from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
 from vllm_module.runtime.rank_servers import end_boxes
 from vllm_module.weights.header import Entry, StoredDType
+from vllm_module.weights.region import overlap
 from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import ranks
 
@@ -233,6 +234,36 @@ def test_boxes_that_are_not_all_of_a_tensor_are_not_used(
     assert [n for n, _ in ranks._covered(whole, [File(**each) for each in boxes])] == [
         "w"
     ] * covered
+
+
+def grid(rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Boxes of one element."""
+    return {f"w@{row},{column}": (1, 1) for row in range(rows) for column in range(columns)}
+
+
+STEPS: dict[str, tuple[int, ...]] = {f"w@{at},{at}": (400 - at, 1) for at in range(400)}
+STEPS |= {f"w@0,{at}": (at, 1) for at in range(1, 400)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "covered"),
+    [
+        ((2000, 1), grid(2000, 1), True),
+        ((1, 2000), grid(1, 2000), True),
+        ((40, 50), grid(40, 50), True),
+        ((400, 400), STEPS, False),  # each lies beside all others, so nobody finds out
+    ],
+)
+def test_many_boxes_are_compared_with_few(
+    shape: tuple[int, int],
+    boxes: dict[str, tuple[int, ...]],
+    covered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(ranks, "overlap", lambda *two: (compared.append(two), overlap(*two))[1])
+    assert bool([*ranks._covered({"w": File(w=shape)}, [File(**boxes)])]) == covered
+    assert len(compared) <= 64 * len(boxes)
 
 
 def test_what_is_no_description_of_ranks_is_refused() -> None:
