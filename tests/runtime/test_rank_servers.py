@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM
-from vllm_module.errors import CheckpointFormatError, WeightReadError
+from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
 from vllm_module.runtime.rank_servers import end_boxes
 from vllm_module.weights.header import Entry, StoredDType
+from vllm_module.weights.region import overlap
 from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import ranks
 
@@ -148,6 +149,28 @@ def test_no_mixture_of_versions_is_read(
     monkeypatch.undo()
 
 
+def test_ranks_serve_after_an_update_that_was_refused(folder: Path, llm: LLM, server: Any) -> None:
+    """Nothing was written. After loading again, no rank lacks an update that others have."""
+
+    def refused() -> list[tuple[str | None, bool]]:
+        with pytest.raises(WeightLoadError, match=r"no\.such\.tensor"):
+            llm.update_weights(iter([("no.such.tensor", torch.zeros(3))]))
+        states: list[tuple[str | None, bool]] = llm.executor._everywhere("weights_state")
+        return states
+
+    assert refused() == [(None, False)] * 2
+    with opened(server.url) as checkpoint:
+        assert isinstance(checkpoint, ranks.RankedCheckpoint)
+        stored = load_file(folder / "model.safetensors")
+        assert all(torch.equal(w.read(), stored[name]) for name, w in checkpoint.items())
+    llm.reload_weights()
+    assert llm.executor._everywhere("weights_state") == [(None, True)] * 2
+    refused()
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert llm.executor._everywhere("weights_state") == [(None, True)] * 2
+
+
 def test_a_rank_wants_the_token(server: Any) -> None:
     for port in ports(server):
         for token, status in ((TOKEN, 404), ("wrong", 401)):
@@ -211,6 +234,36 @@ def test_boxes_that_are_not_all_of_a_tensor_are_not_used(
     assert [n for n, _ in ranks._covered(whole, [File(**each) for each in boxes])] == [
         "w"
     ] * covered
+
+
+def grid(rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Boxes of one element."""
+    return {f"w@{row},{column}": (1, 1) for row in range(rows) for column in range(columns)}
+
+
+STEPS: dict[str, tuple[int, ...]] = {f"w@{at},{at}": (400 - at, 1) for at in range(400)}
+STEPS |= {f"w@0,{at}": (at, 1) for at in range(1, 400)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "covered"),
+    [
+        ((2000, 1), grid(2000, 1), True),
+        ((1, 2000), grid(1, 2000), True),
+        ((40, 50), grid(40, 50), True),
+        ((400, 400), STEPS, False),  # each lies beside all others, so nobody finds out
+    ],
+)
+def test_many_boxes_are_compared_with_few(
+    shape: tuple[int, int],
+    boxes: dict[str, tuple[int, ...]],
+    covered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(ranks, "overlap", lambda *two: (compared.append(two), overlap(*two))[1])
+    assert bool([*ranks._covered({"w": File(w=shape)}, [File(**boxes)])]) == covered
+    assert len(compared) <= 64 * len(boxes)
 
 
 def test_what_is_no_description_of_ranks_is_refused() -> None:

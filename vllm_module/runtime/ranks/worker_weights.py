@@ -84,7 +84,7 @@ class WorkerWeights:
     def __init__(self) -> None:
         self.weight_changes, self.weights_lock = 0, threading.RLock()
         self.servers: dict[int, WeightServer] = {}
-        self._took_update = True  # True if all of the last update was written
+        self._took_update = True  # True if all of the last update or load was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
         self._dropped = False  # True if it sleeps without weights
         self._adapters: dict[int, Adapter] = {}
@@ -270,6 +270,7 @@ class WorkerWeights:
                         "reload_weights() to take the changed ones"
                     )
                 load_from(self.model, checkpoint)
+                self._took_update = True
         self._awake(caches="kv_cache" in tags)
 
     @_changes
@@ -278,6 +279,7 @@ class WorkerWeights:
         with self.source.open() as checkpoint:
             self.fingerprint = checkpoint.fingerprint
             load_from(self.model, checkpoint)
+        self._took_update = True
         self._awake()
 
     def _awake(self, *, caches: bool = True) -> None:

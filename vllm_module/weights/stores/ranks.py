@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +16,7 @@ from vllm_module.base.messages import printable
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights.chunked_handle import ChunkedHandle, TensorChunk
 from vllm_module.weights.header import Entry
-from vllm_module.weights.region import overlap
+from vllm_module.weights.region import Box, overlap
 from vllm_module.weights.stores.checkpoint import StoredCheckpoint, open_file
 from vllm_module.weights.stores.client import Client
 from vllm_module.weights.stores.place import Place
@@ -30,6 +29,7 @@ _RANKS, _BOXES = "ranks.json", "rank.safetensors"
 _BOX = re.compile(r"(.+)@(\d{1,18}(?:,\d{1,18})*)")
 _MOST_BYTES = 1 << 20  # of the ranks' ports
 _MOST_RANKS = 4096
+_MOST_BESIDE = 64  # boxes that another one is compared with; a server must not make that quadratic
 _ASK_AGAIN = "Load from the engine again."
 _PATIENCE = 3.0  # seconds in which a rank is found, or its boxes are asked for from the first one
 
@@ -171,6 +171,20 @@ def _covered(
         sizes = sum(math.prod(chunk.shape) for chunk, _ in of_tensor)
         if not fit or sizes != math.prod(shape):
             continue
-        placed = [tuple(zip(*chunk[:2], strict=True)) for chunk, _ in of_tensor]
-        if not any(overlap(one, other) for one, other in combinations(placed, 2)):
+        if _apart([tuple(zip(*chunk[:2], strict=True)) for chunk, _ in of_tensor]):
             yield name, [chunk for chunk, _ in of_tensor]
+
+
+def _apart(boxes: Sequence[Box]) -> bool:
+    """Return whether no boxes overlap; ``False``, too, where that would take long to find out.
+
+    A box is compared only with those that lie beside it in the dimension with most starts.
+    """
+    dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
+    beside: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        beside = [other for other in beside if sum(other[dim]) > box[dim][0]]
+        if len(beside) > _MOST_BESIDE or any(overlap(box, other) for other in beside):
+            return False
+        beside.append(box)
+    return True
