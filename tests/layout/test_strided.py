@@ -109,6 +109,25 @@ def test_an_element_that_occurs_twice_is_refused(
         run_of(offset, shape, strides)
 
 
+@pytest.mark.parametrize("gaps", list(product((0, 1, 3), repeat=3)), ids=str)
+def test_a_dimension_may_begin_right_behind_what_is_within(gaps: tuple[int, ...]) -> None:
+    """One element earlier, the last one within is the next one's first: it occurs twice."""
+    for sizes in product((1, 2, 3), repeat=3):
+        strides, extent = list[int](), 1  # one more than the largest index within
+        for size, gap in zip(sizes, gaps, strict=True):
+            strides.append(extent + gap)
+            if size > 1 and extent > 1:
+                closer = 0, (*sizes[: len(strides)],), (*strides[:-1], extent - 1)
+                assert len(set(elements(*closer))) < len(elements(*closer))
+                with pytest.raises(ValueError, match="twice"):
+                    run_of(*closer)
+            extent += (size - 1) * strides[-1]
+        run = run_of(7, sizes, tuple(strides))
+        assert run is not None
+        assert sorted(written(run)) == sorted(elements(7, sizes, tuple(strides)))
+        assert run.end == 7 + extent
+
+
 def test_strides_that_fit_badly_end_at_once() -> None:
     """A file with such strides cannot make the reader work for long."""
     one, other = StridedSet(0, ((10**12, 2),)), StridedSet(1, ((10**12, 3),))

@@ -339,3 +339,42 @@ def test_a_checkpoint_without_a_default_has_its_others(tmp_path: Path) -> None:
     assert template_of(tmp_path, "rag") == "{{ 'rag' }}"
     with pytest.raises(ValueError, match="no file that can be read"):
         template_of(tmp_path, "other")
+
+
+@pytest.mark.parametrize("content_format", ["auto", "string", "openai"])
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_template_for_tools_gets_all_that_it_gets_alone(
+    tmp_path: Path, process: TemplateProcess, content_format: Any, begins: bool, continues: bool
+) -> None:
+    """As if it were the only template, also where it is refused; the log names each variable once.
+
+    The default one shows nothing, so that what it would show of a message has no effect.
+    """
+    written = "{{ tools }}{{ messages }}{{ add_generation_prompt }}{{ thinks }}{{ eos_token }}"
+    entries = {
+        "eos_token": "</s>",
+        "chat_template": [
+            {"name": "default", "template": "-"},
+            {"name": "tool_use", "template": written},
+        ],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    content = parts("a", "b")
+    variables = {"tools": [{"name": "f"}], "thinks": 3}
+    found = []
+    for template in (None, written):
+        formatter = ChatTemplate(tmp_path, template, process)
+        try:
+            text = formatter.render(
+                [{"role": "user", "content": content}],
+                begins,
+                content_format=content_format,
+                continue_final_message=continues,
+                **variables,
+            )
+        except ValueError as error:
+            text = f"refused: {error}"
+        found.append(text)
+    assert found[0] == found[1]
+    assert found[0].startswith("refused: ") == (begins and continues)

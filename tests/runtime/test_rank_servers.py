@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from vllm_module.weights.header import Entry, StoredDType
 from vllm_module.weights.region import overlap
 from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import ranks
+from vllm_module.weights.stores.store import Store
 
 REPLICA = runpy.run_path(str(Path(__file__).with_name("test_replica.py")))
 FAMILIES, SIZES, TOKEN = REPLICA["FAMILIES"], REPLICA["_SIZES"], REPLICA["TOKEN"]
@@ -169,6 +174,47 @@ def test_ranks_serve_after_an_update_that_was_refused(folder: Path, llm: LLM, se
     llm.sleep(level=2)
     llm.wake_up()
     assert llm.executor._everywhere("weights_state") == [(None, True)] * 2
+
+
+def connections() -> set[str]:
+    """Return the sockets that this process has open."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return {each for each in found if each.startswith("socket:")}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_connection_is_left(
+    llm: LLM, server: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """To any rank, once the checkpoint is closed or was refused, also while something holds it."""
+    before, threads = connections(), {*threading.enumerate()}
+    made: list[Any] = []
+    of_store = Store.__init__
+
+    def keep(store: Store, *arguments: Any) -> None:
+        made.append(store)
+        of_store(store, *arguments)
+
+    monkeypatch.setattr(Store, "__init__", keep)
+    if fails:
+        monkeypatch.setattr(ranks, "RankedCheckpoint", None)  # is called last
+        with pytest.raises(TypeError):
+            find_source(server.url).weights()
+    else:
+        with opened(server.url) as checkpoint:
+            made.append(checkpoint)
+            assert type(checkpoint) is ranks.RankedCheckpoint
+            assert all(weight.read() is not None for _, weight in checkpoint.items())
+            assert connections() - before
+    assert len(made) >= 3  # the stores of the checkpoint and of two ranks
+    end = time.monotonic() + 10
+    while time.monotonic() < end and (connections() - before or {*threading.enumerate()} - threads):
+        time.sleep(0.05)  # of a server in this process: it learns that its client has gone
+    assert connections() - before == set()
+    assert {*threading.enumerate()} - threads == set()
 
 
 def test_a_rank_wants_the_token(server: Any) -> None:

@@ -94,12 +94,19 @@ def test_calls_that_the_model_writes(server: Any) -> None:
     assert len(choice.message.tool_calls) == 1
 
 
-@pytest.mark.parametrize("calling", [(0,), (1,), (0, 2), (), (0, 1, 2)])
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    "calls", [(1, 0, 0), (0, 1, 0), (1, 0, 1), (0, 0, 0), (1, 1, 1), (2, 0, 3), (0, 3, 2)]
+)
 def test_each_choice_has_its_own_form(
-    server: Any, calling: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    server: Any, calls: tuple[int, ...], parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Choices come in turns, some with a call: none has the calls or the reason of another."""
-    texts = [CALL if index in calling else f"text {index}" for index in range(3)]
+    """Choices come in turns, some with calls: none has the calls or the reason of another.
+
+    Without parallel calls, each has its own first one.
+    """
+    texts = [CALL * count or f"text {index}" for index, count in enumerate(calls)]
+    left = [count if parallel else min(count, 1) for count in calls]
 
     async def deltas(self: Continuation) -> AsyncIterator[ChoiceDelta]:
         output = RequestOutput("r", None, [1], [], False)
@@ -111,22 +118,22 @@ def test_each_choice_has_its_own_form(
                 yield ChoiceDelta(index, output, text[begin:end], [1], [], first, reason, None)
 
     monkeypatch.setattr(Continuation, "deltas", deltas)
-    body = {"tools": [WEATHER], "n": 3}
+    body = {"tools": [WEATHER], "n": 3, "parallel_tool_calls": parallel}
     choices = create(server, **body).choices
     assert [choice.index for choice in choices] == [0, 1, 2]
     for index, choice in enumerate(choices):
         called = [call.function.name for call in choice.message.tool_calls or ()]
-        assert called == ["get_weather"] * (index in calling)
-        assert choice.message.content == (None if index in calling else f"text {index}")
-        assert choice.finish_reason == ("tool_calls" if index in calling else "stop")
-    reasons = {}
+        assert called == ["get_weather"] * left[index]
+        assert choice.message.content == (None if left[index] else f"text {index}")
+        assert choice.finish_reason == ("tool_calls" if left[index] else "stop")
+    reasons, numbers = {}, [list[int]() for _ in calls]
     for chunk in create(server, stream=True, **body):
         for choice in chunk.choices:
-            for call in choice.delta.tool_calls or ():
-                assert (call.index, choice.index in calling) == (0, True)
+            numbers[choice.index] += [call.index for call in choice.delta.tool_calls or ()]
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
-    assert reasons == {i: "tool_calls" if i in calling else "stop" for i in range(3)}
+    assert numbers == [list(range(count)) for count in left]
+    assert reasons == {i: "tool_calls" if count else "stop" for i, count in enumerate(left)}
 
 
 def test_a_limit_after_a_call_is_the_reason(server: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
+
+import pytest
 
 from vllm_module.base.messages import printable
-from vllm_module.weights.written_folder import new_folder, write_folder
+from vllm_module.weights.written_folder import new_folder, remove_all, write_folder
 
 
 class Owner:
@@ -30,3 +34,35 @@ def test_a_folder_that_is_removed_has_its_own_name_again() -> None:
     del owner
     assert not folder.exists()
     assert printable(folder) == str(folder)
+
+
+@pytest.mark.parametrize("makes", [False, True])
+@pytest.mark.parametrize("way", ["all", "owner"])
+def test_a_fork_removes_its_own_folders_alone(way: str, makes: bool) -> None:
+    """A process that was forked has the entries of its parent, whose files others still read."""
+    owners = [Owner(), Owner()]
+    folder = new_folder("of the parent", owners[0])
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            own = new_folder("of the child", owners[1]) if makes else folder
+            os.write(writing, os.fsencode(own))
+            if way == "all":
+                remove_all()
+            else:
+                owners.clear()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        of_child = Path(os.fsdecode(pipe.read()))
+    assert (of_child == folder) == (not makes)
+    assert of_child.exists() == (not makes)
+    assert folder.is_dir()
+    assert printable(folder) == "of the parent"
+    if way == "all":
+        remove_all()
+    else:
+        owners.clear()
+    assert not folder.exists()
