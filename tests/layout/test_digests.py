@@ -424,3 +424,19 @@ def test_boxes_of_a_view_are_counted_in_pieces(piece: int, monkeypatch: pytest.M
             box = viewed[first : first + 3, at : at + 1]
             total += digests._of_elements(box, (first, at, 0), (6, 2, 4), (4, 12))
     assert total == digest_box(whole)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_copies_of_one_stored_scale_are_all_looked_at(place: int) -> None:
+    """A checkpoint has one scale for a fused tensor, and the layer holds it once for each slot."""
+    model = vLLMModule()
+    model.fc = MergedColumnParallelLinear(32, [16, 16], False, shard_names=None)
+    model.fc.quantize(EightBitMethod(Scheme("tensor")))
+    weights = random_weights(model.expected_weights()) | {"fc.weight_scale": torch.tensor([0.5])}
+    layout = model.plan_weights(weights).layout()
+    model.load_weights(weights)
+    expected = digest_box(weights["fc.weight_scale"]).hex
+    assert model.digest(layout).tensors["fc.weight_scale"] == expected
+    model.fc.weight_scale.data[place] *= 2
+    with pytest.raises(WeightReadError, match=r"several copies of fc\.weight_scale, which differ"):
+        model.digest(layout)

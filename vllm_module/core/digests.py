@@ -170,7 +170,14 @@ def digest_of(
         for each in boxes:
             shape, box = _in_elements(entry.shape, each)
             region = region_of(tensor.detach(), box)
-            of_name[box.start, box.size, box.view] = _viewed(region, box.start, box.view, shape)
+            digest = _viewed(region, box.start, box.view, shape)
+            # One box may fill several places, as one scale does of all slots.
+            if of_name.setdefault((box.start, box.size, box.view), digest) != digest:
+                raise WeightReadError(
+                    f"{entry.parameter} has several copies of {printable_name(name)}, which differ "
+                    "now: an update changed some of them, or the memory was written to since it "
+                    "was loaded. Load it again, or compare by the layout of the update"
+                )
         if not boxes:
             of_name[entry.shape, entry.shape, None] = Digest(tensor.dtype, entry.shape)
     for name, other in ties.items():
