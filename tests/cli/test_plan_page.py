@@ -19,7 +19,7 @@ from vllm_module import ModelConfig
 from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.model_plan import ModelPlan
 from vllm_module.cli.pictures.plan_page import plan_page
-from vllm_module.cli.pictures.tiles import layer_of, tiles_of
+from vllm_module.cli.pictures.tiles import Tile, _merged, layer_of, tiles_of
 from vllm_module.cli.rank_plan import PAGE_SIZE, RankPlan, plan_ranks
 from vllm_module.weights.source import Folder
 
@@ -147,6 +147,41 @@ def test_experts_of_a_layer_share_a_tile(folder: Path) -> None:
     (tiles,) = tiles_of([replace(rank, plans=plans, paths={torch.empty(6 * 32): [fused]})])
     assert [(tile.slot, tile.tensors) for tile in tiles] == [("{0..5}.up", 6)]
     assert layer_of("model.embed_tokens.weight") == "model.embed_tokens"
+
+
+OTHERS = {
+    "layer": "model.layers.3", "slot": "up", "kind": "copy", "shape": (2, 5), "held": "float32",
+    "note": "tied: x",
+}  # fmt: skip
+MAY_DIFFER = {"file": "b", "byte_range": (4, 8), "pieces": 2, "copies": 3, "stored": "float32"}
+
+
+@pytest.mark.parametrize("field", [None, *OTHERS, *MAY_DIFFER])
+@pytest.mark.parametrize("at", range(3))
+def test_what_a_tile_shows_is_true_of_all_its_tensors(field: str | None, at: int) -> None:
+    """One of three experts that differs in colour, size or dtype has a tile of its own."""
+    given = [
+        Tile(
+            "model.layers.2", f"model.layers.2.experts.{number}.w", "w", "gate", "cut", 10 + number,
+            (2, 4), (4, 4), "bfloat16", "bfloat16", 1, 1, "", "a", (0, 4), 1,
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    if field is not None:
+        given[at] = given[at]._replace(**{field: (OTHERS | MAY_DIFFER)[field]})
+    found = list(_merged(given, ", ".join))
+    apart = field in OTHERS
+    assert sorted(tile.tensors for tile in found) == ([1, 2] if apart else [3])
+    assert sum(tile.bytes for tile in found) == 33
+    for tile in found:
+        own = [each for each in given if each.name in tile.name.split(", ")]
+        assert tile.tensors == len(own)
+        assert tile.bytes == sum(each.bytes for each in own)
+        for each in OTHERS.keys() - {"slot"}:  # which the tile lists
+            assert {getattr(one, each) for one in own} == {getattr(tile, each)}
+        files = {each.file for each in own}
+        assert tile.file == (files.pop() if len(files) == 1 else None)
+        assert tile.byte_range == (own[0].byte_range if len(own) == 1 else None)
 
 
 def test_the_page_needs_nothing_else(run: Run, folder: Path, tmp_path: Path) -> None:

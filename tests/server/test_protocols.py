@@ -6,6 +6,7 @@ import json
 import shutil
 import string
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from vllm_module import AsyncLLM
+from vllm_module.server import messages
+from vllm_module.server.protocol import MessagesBody
 from vllm_module.server.tools import Formats
 
 # pytest would take this class for a test.
@@ -163,6 +166,52 @@ def test_a_conversation_with_tools_in_messages(served: Any) -> None:
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(
         written["prompt_token_ids"]
     )
+
+
+BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "user": {"text": ("text",), "tool_result": ("tool_use_id", "content")},
+    "assistant": {
+        "text": ("text",), "tool_use": ("id", "name"), "thinking": ("thinking",),
+        "redacted_thinking": ("data",),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("role", BLOCKS)
+def test_no_block_of_messages_is_lost(role: str) -> None:
+    """Any three blocks: texts and calls are one message, each result is one, reasoning is none.
+
+    A message without blocks stays one, so that turns alternate as they were given.
+    """
+    for count in range(4):
+        for kinds in product(BLOCKS[role], repeat=count):
+            blocks = [
+                {"type": kind, **{key: f"{key} {at}" for key in BLOCKS[role][kind]}}
+                for at, kind in enumerate(kinds)
+            ]
+            begun = {"role": "user", "content": "hi"}
+            body = MessagesBody(
+                model="m", max_tokens=1, messages=[begun, {"role": role, "content": blocks}]
+            )
+            first, *found = messages._chat_body(body).messages
+            assert first == begun
+            results = [each for each in found if each["role"] == "tool"]
+            of = {kind: [b for b in blocks if b["type"] == kind] for kind in BLOCKS[role]}
+            assert found[: len(results)] == results  # as templates expect them: behind their calls
+            assert [(each["tool_call_id"], each["content"]) for each in results] == [
+                (each["tool_use_id"], each["content"]) for each in of.get("tool_result", ())
+            ]
+            calls = of.get("tool_use", [])
+            own = found[len(results) :]
+            assert len(own) == (not blocks or bool(of["text"] or calls))
+            for each in own:
+                assert each["role"] == role
+                assert [part["text"] for part in each["content"]] == [t["text"] for t in of["text"]]
+                listed = each.get("tool_calls", [])
+                assert ("tool_calls" in each) == bool(calls)
+                assert [(call["id"], call["function"]["name"]) for call in listed] == [
+                    (call["id"], call["name"]) for call in calls
+                ]
 
 
 def test_stop_sequences_and_limits_in_messages(served: Any) -> None:

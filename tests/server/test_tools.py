@@ -8,11 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.server.generation import ChoiceDelta, Continuation
-from vllm_module.server.tools import Formats
+from vllm_module.server.protocol import ChatBody
+from vllm_module.server.tools import AnswerForm, Formats
 
 MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
 WEATHER: dict[str, Any] = {
@@ -259,3 +261,40 @@ def test_what_is_refused(server: Any, body: dict[str, Any], says: str) -> None:
     )
     assert status == 400
     assert says in answer["error"]["message"]
+
+
+CHOICES: list[Any] = [None, "auto", "none", "required", NAMED]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_template_gets_the_tools_as_they_were_given(choice: Any, parallel: bool) -> None:
+    """Definitions of a schema too, which the answer has to follow, in each request alike."""
+    tools = [WEATHER, NOW, {"type": "function", "function": {"name": "bare"}}]
+    before = json.dumps(tools)
+    for _ in range(2):
+        body = ChatBody(
+            model="m", messages=MESSAGES, tools=tools, tool_choice=choice,
+            parallel_tool_calls=parallel,
+        )  # fmt: skip
+        form = AnswerForm.of(body, Formats("hermes"))
+        assert json.dumps(form.tools) == ("[]" if choice == "none" else before)
+        assert json.dumps(tools) == json.dumps(body.tools) == before
+        if choice not in ("required", NAMED):
+            assert form.structured_outputs is None
+            continue
+        assert form.structured_outputs is not None
+        schema = Draft202012Validator(form.structured_outputs["json"])
+
+        def call(name: str, **arguments: Any) -> dict[str, Any]:
+            return {"name": name, "parameters": arguments}
+
+        weather, others = call("get_weather", city="Rome", day=2), choice == "required"
+        assert schema.is_valid([weather])
+        assert schema.is_valid([weather, weather]) == parallel
+        assert schema.is_valid([call("now")]) == schema.is_valid([call("bare", x=1)]) == others
+        for wrong in (
+            [], [call("get_weather", city="Rome", day=4)], [call("get_weather", city="Rome")],
+            [call("now", x=1)], [call("other")], [{"name": "now"}], weather,
+        ):  # fmt: skip
+            assert not schema.is_valid(wrong)

@@ -40,7 +40,9 @@ def dims_of(view: Sequence[int], fine: Sequence[int]) -> list[Ints]:
 
 
 def cut(box: Box, view: Sequence[int], fine: Sequence[int]) -> list[Box]:
-    """Return a box that counts in ``view`` as boxes that count in ``fine``, in stored order."""
+    """Return a box that counts in ``view`` as boxes that count in ``fine``, none of them empty."""
+    if 0 in box[1]:
+        return []
     if tuple(view) == tuple(fine):
         return [box]
     ranges = [

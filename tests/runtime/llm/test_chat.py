@@ -234,33 +234,3 @@ def test_a_template_that_cannot_be_compiled_is_refused_by_chat_alone(
         assert llm.generate("fox", greedy(1), use_tqdm=False)[0].error is None
         with pytest.raises(CheckpointFormatError, match="cannot be read: Expected an expression"):
             llm.chat([{"role": "user", "content": "hi"}])
-
-
-CUTS: list[dict[str, Any]] = [
-    {"truncation": True}, {"truncation": "longest_first"}, {"truncate_prompt_tokens": -1},
-    {"truncate_prompt_tokens": 9}, {"truncation": True, "max_length": 5},
-    {"truncation": True, "add_special_tokens": True}, {"add_special_tokens": True}, {},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_a_conversation_is_cut_as_its_text_is(llm: LLM, folder: Path, cut: dict[str, Any]) -> None:
-    """Of one that is too long, all but a token of the model's length is kept, for the answer."""
-    most = llm.model_config.max_model_len
-    long = "a" * (2 * most if {"truncation", "truncate_prompt_tokens"} & cut.keys() else 3)
-    (output,) = llm.chat(
-        [{"role": "user", "content": long}], greedy(1), False, tokenization_kwargs=cut
-    )
-    text = f"<s><user>{long}<assistant>"
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    special = cut.get("add_special_tokens", False)
-    ids = reference(text, add_special_tokens=special).input_ids
-    kept = {"max_length": cut.get("max_length", most - 1), "truncation": "truncation" in cut}
-    if (number := cut.get("truncate_prompt_tokens")) is not None:
-        kept = {"max_length": most - 1 if number == -1 else number, "truncation": True}
-    assert output.error is None
-    if kept["truncation"]:
-        assert len(ids) > kept["max_length"] == len(output.prompt_token_ids)
-        ids = reference(text, add_special_tokens=special, **kept).input_ids
-    assert output.prompt_token_ids == ids
-    assert len(output.outputs[0].token_ids) == 1
