@@ -51,6 +51,7 @@ EXTRAS = {
 }
 # Benchmarks measure beside it where it is installed, and say so where it is not.
 PEERS = {"runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}
+OF_EXAMPLES = {"datasets", "trl"}  # of one, which says what to install
 # For type checkers only: mypy brings it.
 TYPING_ONLY = {"typing_extensions"}
 
@@ -153,7 +154,7 @@ def test_what_is_declared_is_imported() -> None:
 
 def test_what_the_tests_import_is_declared() -> None:
     """Tests and examples import core dependencies, what two extras bring, and each other."""
-    declared = CORE | extra("test") | extra("fuzz") | PEERS
+    declared = CORE | extra("test") | extra("fuzz") | PEERS | OF_EXAMPLES
     files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.py")]
     ours = {distribution(p.stem) for p in files} | {
         distribution(p.parent.name) for p in files if p.name == "__init__.py"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_module import AsyncLLM, SamplingParams, StructuredOutputsParams
+from vllm_module.runtime import async_llm
 from vllm_module.runtime.sampling import grammar
 from vllm_module.runtime.sampling.grammar import Grammars
 
@@ -227,8 +228,9 @@ def test_abort_of_one_prompt_while_its_grammar_compiles(llm: AsyncLLM, gate: Gat
     _nothing_left(llm)
 
 
-def test_abort_while_a_prompt_is_tokenized(llm: AsyncLLM) -> None:
+def test_abort_while_a_prompt_is_tokenized(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is not in the engine yet ends as one that is."""
+    monkeypatch.setattr(async_llm, "_FEW_CHARACTERS", 0)  # a long one: a thread tokenizes it
     begun, opened = threading.Event(), threading.Event()
     get_tokenizer = llm.llm.get_tokenizer
 
