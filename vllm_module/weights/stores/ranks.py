@@ -25,7 +25,8 @@ from vllm_module.weights.stores.stored_bytes import StoredBytes
 from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile, as_torch
 
-_RANKS, _BOXES = "ranks.json", "rank.safetensors"
+_RANKS = "ranks.json"
+_FILE = re.compile(r"rank-[0-9a-f]{16}\.safetensors")
 _BOX = re.compile(r"(.+)@(\d{1,18}(?:,\d{1,18})*)")
 _MOST_BYTES = 1 << 20  # of the ranks' ports
 _MOST_RANKS = 4096
@@ -43,8 +44,8 @@ class RankedCheckpoint(StoredCheckpoint):
         store: of the first rank, who has all tensors.
         files: its files.
         load_format: of all files.
-        stores: of all ranks.
-        ranks: the file of each rank.
+        stores: of the other ranks.
+        ranks: the file of each rank, the first one's too.
 
     """
 
@@ -96,9 +97,11 @@ def open_ranks(
     the engine describes its ranks wrongly.
     """
     data = store.fetch_optional(_RANKS, _MOST_BYTES)
+    if data is None:
+        return StoredCheckpoint(store, files, load_format)
+    name, ports = _described(data, printable(store.place.file(_RANKS)))
     address = urlsplit(str(store.place))
-    ports = [] if data is None else _ports(data, printable(store.place.file(_RANKS)))
-    if not ports or not all(_answers(str(address.hostname), port) for port in ports):
+    if not all(_answers(str(address.hostname), port) for port in ports):
         return StoredCheckpoint(store, files, load_format)
     host = f"[{address.hostname}]" if ":" in str(address.hostname) else address.hostname
     with ExitStack() as opened:
@@ -107,7 +110,8 @@ def open_ranks(
             place = replace(store.place, host=f"{host}:{port}")
             stores.append(Store(place, client_of(place)))
             opened.callback(stores[-1].close)
-        ranks = store.together(partial(open_file, each, _BOXES, load_format) for each in stores)
+        of_ranks = [store, *stores]
+        ranks = store.together(partial(open_file, each, name, load_format) for each in of_ranks)
         # A change begins on the first rank: if that has its version now, all had when they opened.
         for file, stored in files:
             answer = store.read(file.path.name, 0, memoryview(bytearray(1)))
@@ -121,18 +125,22 @@ def open_ranks(
     return checkpoint
 
 
-def _ports(data: bytes, where: str) -> list[int]:
-    ports = parse_object(data, where, _ASK_AGAIN).get("ports")
+def _described(data: bytes, where: str) -> tuple[str, list[int]]:
+    """Return the name of the file that each rank has, and the ports of all but the first."""
+    described = parse_object(data, where, _ASK_AGAIN)
+    name, ports = described.get("file"), described.get("ports")
     if (
-        not isinstance(ports, list)
+        not isinstance(name, str)
+        or _FILE.fullmatch(name) is None
+        or not isinstance(ports, list)
         or len(ports) > _MOST_RANKS
         or not all(type(port) is int and 0 < port < 1 << 16 for port in ports)
     ):
         raise CheckpointFormatError(
-            f"{where} should have the ports of at most {_MOST_RANKS} ranks, and has others. "
-            f"{_ASK_AGAIN}"
+            f"{where} should have the name of a file and the ports of at most {_MOST_RANKS} ranks, "
+            f"and has others. {_ASK_AGAIN}"
         )
-    return ports
+    return name, ports
 
 
 def _answers(host: str, port: int) -> bool:
