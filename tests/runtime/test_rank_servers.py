@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import runpy
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from functools import partial, wraps
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -26,6 +31,7 @@ from vllm_module.weights.header import Entry, StoredDType
 from vllm_module.weights.region import overlap
 from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import ranks
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint
 
 REPLICA = runpy.run_path(str(Path(__file__).with_name("test_replica.py")))
 FAMILIES, SIZES, TOKEN = REPLICA["FAMILIES"], REPLICA["_SIZES"], REPLICA["TOKEN"]
@@ -195,14 +201,80 @@ def test_a_rank_wants_the_token(server: Any) -> None:
                 assert answer.code == status
 
 
-def test_boxes_of_another_server_are_not_taken(llm: LLM, server: Any) -> None:
+def test_boxes_of_another_server_are_not_taken(
+    llm: LLM, server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever listens behind a port that a rank had has no file of this server's name."""
     with llm.serve_weights(token=TOKEN) as other:
         assert described(server)["file"] != described(other)["file"]
         said = described(server) | {"ports": described(other)["ports"]}
         server._small[RANKS] = json.dumps(said).encode()
-        with pytest.raises(CheckpointFormatError, match="404"), opened(server.url):
-            pass
+        with opened(server.url) as checkpoint:
+            assert type(checkpoint) is StoredCheckpoint
+        assert "404 (Not Found): there is no such file" in caplog.text
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Hands requests for ``/e1`` on to a port, as a reverse proxy does."""
+
+    port = 0
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        kept = {name: self.headers[name] for name in ("Range", "Authorization")}
+        headers = {name: value for name, value in kept.items() if value is not None}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request("GET", self.path.removeprefix("/e1"), headers=headers)
+        with closing(connection), connection.getresponse() as answer:
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.read())
+
+
+def test_a_folder_of_a_proxy_is_that_of_the_first_rank(folder: Path, server: Any) -> None:
+    """The others are asked by their ports, and the first one where it was found."""
+    handler = type("ToServer", (Proxy,), {"port": server.port})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        try:
+            url = f"replica://127.0.0.1:{proxy.server_port}/e1"
+            with opened(url) as checkpoint:
+                (second,) = described(server)["ports"]
+                assert [str(file.path).rpartition("/")[0] for file, _ in checkpoint._ranks] == [
+                    url,
+                    f"replica://127.0.0.1:{second}",
+                ]
+            assert same(loaded(url), loaded(folder))
+        finally:
+            proxy.shutdown()
+
+
+def test_a_port_at_which_nobody_answers_is_given_up_soon(
+    folder: Path, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A proxy or tunnel may take a connection before it knows that there is no other end."""
+    monkeypatch.setattr(ranks, "_PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        said = described(server) | {"ports": [listening.getsockname()[1]]}
+        server._small[RANKS] = json.dumps(said).encode()
+
+        def hang_up() -> None:
+            with suppress(OSError):  # it was closed
+                while True:
+                    listening.accept()[0].close()
+
+        Thread(target=hang_up, daemon=True).start()
+        begin = time.monotonic()
+        with opened(server.url) as checkpoint:
+            assert type(checkpoint) is StoredCheckpoint
+        assert time.monotonic() - begin < 10
+        assert same(loaded(server.url), loaded(folder))
+        listening.shutdown(socket.SHUT_RDWR)
+    assert "the first rank sends all" in caplog.text
 
 
 def test_what_was_begun_ends_if_a_rank_cannot_listen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import socket
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_module.base.messages import printable
+from vllm_module.base.messages import describe_error, printable
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights.chunked_handle import ChunkedHandle, TensorChunk
 from vllm_module.weights.header import Entry
@@ -32,7 +33,9 @@ _MOST_BYTES = 1 << 20  # of the ranks' ports
 _MOST_RANKS = 4096
 _MOST_BESIDE = 64  # boxes that another one is compared with; a server must not make that quadratic
 _ASK_AGAIN = "Load from the engine again."
-_PATIENCE = 3.0  # seconds in which a rank is found, or its boxes are asked for from the first one
+_PATIENCE = 3.0  # seconds in which a rank can be reached, or else the first one is asked for all
+
+_log = logging.getLogger(__name__)
 
 _Opened = list[tuple[WeightFile, StoredBytes]]
 
@@ -91,7 +94,10 @@ class RankedCheckpoint(StoredCheckpoint):
 def open_ranks(
     store: Store, files: _Opened, load_format: str, client_of: Callable[[Place], Client]
 ) -> StoredCheckpoint:
-    """Return the checkpoint of an engine, read from its ranks if they serve what they hold.
+    """Return the checkpoint of an engine, read from its ranks if they can be asked.
+
+    If one of them cannot, as behind a proxy that leads to the first one only, a line of the log
+    says why, and the first one sends all.
 
     Raises ``WeightReadError`` if the weights change meanwhile, and ``CheckpointFormatError`` if
     the engine describes its ranks wrongly.
@@ -101,17 +107,26 @@ def open_ranks(
         return StoredCheckpoint(store, files, load_format)
     name, ports = _described(data, printable(store.place.file(_RANKS)))
     address = urlsplit(str(store.place))
-    if not all(_answers(str(address.hostname), port) for port in ports):
-        return StoredCheckpoint(store, files, load_format)
     host = f"[{address.hostname}]" if ":" in str(address.hostname) else address.hostname
     with ExitStack() as opened:
-        stores = []
-        for port in ports:
-            place = replace(store.place, host=f"{host}:{port}")
-            stores.append(Store(place, client_of(place)))
-            opened.callback(stores[-1].close)
-        of_ranks = [store, *stores]
-        ranks = store.together(partial(open_file, each, name, load_format) for each in of_ranks)
+        stores = [store]
+        try:
+            for port in ports:
+                # A firewall may drop what is sent to the port; a request would wait for longer.
+                socket.create_connection((str(address.hostname), port), _PATIENCE).close()
+                place = replace(store.place, host=f"{host}:{port}", folder="")
+                stores.append(Store(place, client_of(place), patience=_PATIENCE))
+                opened.callback(stores[-1].close)
+            ranks = store.together(partial(open_file, each, name, load_format) for each in stores)
+        except (OSError, CheckpointFormatError, WeightReadError) as error:
+            _log.warning(
+                "%s: the first rank sends all, because another cannot be asked for what it has: %s",
+                printable(store.place.path),
+                describe_error(error),
+            )
+            return StoredCheckpoint(store, files, load_format)
+        for each in stores[1:]:
+            each.patience = None
         # A change begins on the first rank: if that has its version now, all had when they opened.
         for file, stored in files:
             answer = store.read(file.path.name, 0, memoryview(bytearray(1)))
@@ -120,7 +135,7 @@ def open_ranks(
                     f"the weights of {printable(store.place.path)} changed while its ranks were "
                     f"asked for them. {_ASK_AGAIN}"
                 )
-        checkpoint = RankedCheckpoint(store, files, load_format, stores, ranks)
+        checkpoint = RankedCheckpoint(store, files, load_format, stores[1:], ranks)
         opened.pop_all()
     return checkpoint
 
@@ -141,15 +156,6 @@ def _described(data: bytes, where: str) -> tuple[str, list[int]]:
             f"and has others. {_ASK_AGAIN}"
         )
     return name, ports
-
-
-def _answers(host: str, port: int) -> bool:
-    """Return whether a port can be reached, which a tunnel or firewall may prevent."""
-    try:
-        socket.create_connection((host, port), _PATIENCE).close()
-    except OSError:
-        return False
-    return True
 
 
 def _covered(
