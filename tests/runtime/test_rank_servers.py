@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import runpy
 import socket
@@ -10,8 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial, wraps
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,12 +25,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM
-from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
-from vllm_module.runtime.rank_servers import end_boxes
+from vllm_module.errors import CheckpointFormatError, RankError, WeightLoadError, WeightReadError
+from vllm_module.runtime import rank_servers
+from vllm_module.runtime.rank_servers import end_boxes, serve_boxes
+from vllm_module.runtime.replica import RANKS
 from vllm_module.weights.header import Entry, StoredDType
 from vllm_module.weights.region import overlap
 from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import ranks
+from vllm_module.weights.stores.checkpoint import StoredCheckpoint
 from vllm_module.weights.stores.store import Store
 
 REPLICA = runpy.run_path(str(Path(__file__).with_name("test_replica.py")))
@@ -66,6 +74,15 @@ def server(llm: LLM) -> Iterator[Any]:
 def ports(server: Any) -> list[int]:
     with opened(server.url) as checkpoint:
         return [int(str(file.path).split(":")[2].split("/")[0]) for file, _ in checkpoint._ranks]
+
+
+def described(server: Any) -> dict[str, Any]:
+    """What a server says of its ranks."""
+    found: dict[str, Any] = json.loads(server._small[RANKS])
+    return found
+
+
+SERVERS = partial(str.format, "{0.servers}")  # of a worker; other ranks can import it
 
 
 def test_each_rank_sends_what_it_holds(folder: Path, server: Any) -> None:
@@ -228,14 +245,126 @@ def test_a_rank_wants_the_token(server: Any) -> None:
                 assert answer.code == status
 
 
+def test_boxes_of_another_server_are_not_taken(
+    llm: LLM, server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever listens behind a port that a rank had has no file of this server's name."""
+    with llm.serve_weights(token=TOKEN) as other:
+        assert described(server)["file"] != described(other)["file"]
+        said = described(server) | {"ports": described(other)["ports"]}
+        server._small[RANKS] = json.dumps(said).encode()
+        with opened(server.url) as checkpoint:
+            assert type(checkpoint) is StoredCheckpoint
+        assert "404 (Not Found): there is no such file" in caplog.text
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Hands requests for ``/e1`` on to a port, as a reverse proxy does."""
+
+    port = 0
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        kept = {name: self.headers[name] for name in ("Range", "Authorization")}
+        headers = {name: value for name, value in kept.items() if value is not None}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request("GET", self.path.removeprefix("/e1"), headers=headers)
+        with closing(connection), connection.getresponse() as answer:
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.read())
+
+
+def test_a_folder_of_a_proxy_is_that_of_the_first_rank(folder: Path, server: Any) -> None:
+    """The others are asked by their ports, and the first one where it was found."""
+    handler = type("ToServer", (Proxy,), {"port": server.port})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        try:
+            url = f"replica://127.0.0.1:{proxy.server_port}/e1"
+            with opened(url) as checkpoint:
+                (second,) = described(server)["ports"]
+                assert [str(file.path).rpartition("/")[0] for file, _ in checkpoint._ranks] == [
+                    url,
+                    f"replica://127.0.0.1:{second}",
+                ]
+            assert same(loaded(url), loaded(folder))
+        finally:
+            proxy.shutdown()
+
+
+def test_a_port_at_which_nobody_answers_is_given_up_soon(
+    folder: Path, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A proxy or tunnel may take a connection before it knows that there is no other end."""
+    monkeypatch.setattr(ranks, "_PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        said = described(server) | {"ports": [listening.getsockname()[1]]}
+        server._small[RANKS] = json.dumps(said).encode()
+
+        def hang_up() -> None:
+            with suppress(OSError):  # it was closed
+                while True:
+                    listening.accept()[0].close()
+
+        Thread(target=hang_up, daemon=True).start()
+        begin = time.monotonic()
+        with opened(server.url) as checkpoint:
+            assert type(checkpoint) is StoredCheckpoint
+        assert time.monotonic() - begin < 10
+        assert same(loaded(server.url), loaded(folder))
+        listening.shutdown(socket.SHUT_RDWR)
+    assert "the first rank sends all" in caplog.text
+
+
+def test_what_was_begun_ends_if_a_rank_cannot_listen(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong host is an error of the first rank. After one of another rank no server is left."""
+    with pytest.raises(OSError, match="assign requested address"):
+        llm.serve_weights("192.0.2.7", token=TOKEN)
+    assert llm.collective_rpc(SERVERS) == ["{}", "{}"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    @wraps(serve_boxes)  # what other ranks call by this name is what it was
+    def fails(*_: Any) -> int:
+        raise OSError("no more files")
+
+    monkeypatch.setattr(rank_servers, "serve_boxes", fails)
+    with pytest.raises(OSError, match="no more files"):
+        llm.serve_weights(port=port, token=TOKEN)
+    assert llm.collective_rpc(SERVERS) == ["{}", "{}"]
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_rank_that_has_ended_hides_no_error(folder: Path) -> None:
+    with engine(folder, tensor_parallel_size=2) as llm:
+        with (  # noqa: PT012
+            pytest.raises(KeyError, match="of the body"),
+            llm.serve_weights(token=TOKEN) as server,
+        ):
+            assert described(server)["file"] in llm.collective_rpc(SERVERS)[1]
+            processes = llm.executor._ranks.processes
+            assert processes is not None
+            processes._processes[1].kill()
+            assert processes.ended.wait(30)
+            raise KeyError("of the body")
+        with pytest.raises(RankError):
+            llm.update_weights({})
+
+
 def test_servers_end_together_and_the_first_rank_has_all(folder: Path, llm: LLM) -> None:
     """A rank that cannot be reached is no reason to fail; after ``close`` no port answers."""
     with llm.serve_weights(token=TOKEN) as server:
-        first, second = ports(server)
         with opened(server.url) as checkpoint:
             fingerprint = checkpoint.fingerprint
         with llm.engine.alone():
-            llm.executor.collective_rpc(end_boxes, args=([first, second],))
+            llm.executor.collective_rpc(end_boxes, args=(described(server)["file"],))
         with opened(server.url) as checkpoint:
             assert type(checkpoint) is not ranks.RankedCheckpoint
             # So ranks that read in different ways have the same checkpoint.
@@ -312,9 +441,18 @@ def test_many_boxes_are_compared_with_few(
     assert len(compared) <= 64 * len(boxes)
 
 
-def test_what_is_no_description_of_ranks_is_refused() -> None:
-    for data in (b'{"ports": [0]}', b'{"ports": "80"}', b"{}", b'{"ports": [70000]}', b"[1]"):
+FILE = b'"file": "rank-0123456789abcdef.safetensors"'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b'{"ports": [0], %s}', b'{"ports": "80", %s}', b"{%s}", b'{"ports": [70000], %s}', b"[{%s}]"],
+)
+def test_what_is_no_description_of_ranks_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointFormatError, match="Load from the engine again"):
+        ranks._described(data % FILE, "ranks.json")
+    for name in (b'"file": "../rank-0123456789abcdef.safetensors"', b'"file": 1', b'"x": 1'):
         with pytest.raises(CheckpointFormatError, match="Load from the engine again"):
-            ranks._ports(data, "ranks.json")
+            ranks._described(b'{"ports": [80], %s}' % name, "ranks.json")
     with pytest.raises(CheckpointFormatError, match="no box of another"):
         list(ranks._covered({}, [File(w=(1,))]))

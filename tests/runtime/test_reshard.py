@@ -262,6 +262,22 @@ def test_a_failure_leaves_the_engine_as_it_was(
             with pytest.raises(RuntimeError, match="were changed while new ranks loaded"):
                 llm.reshard(2)
 
+        new: list[Any] = []
+
+        def loading(*arguments: Any) -> Any:
+            new.append(load(*arguments))
+            return new[-1]
+
+        close = replica.WeightServer.close
+        with monkeypatch.context() as patch, goes_on(llm):
+            patch.setattr(resharding, "_load", loading)
+            patch.setattr(replica.WeightServer, "close", lambda of: (close(of), _fail()))
+            with pytest.raises(RuntimeError, match="no memory for a piece"):
+                llm.reshard(2)
+            ended = new[0].end
+            new[0].close()  # or they would be waited for
+            assert ended == "it was closed"
+
 
 def test_a_cache_that_is_too_small(models: dict[str, tuple[Path, Any]]) -> None:
     """On one rank a page has the heads of two: for no page, or fewer than a request may need."""

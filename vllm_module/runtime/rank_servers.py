@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm_module.runtime.held_file import HeldBoxes
 from vllm_module.runtime.ranks.worker import Worker
-from vllm_module.runtime.replica import BOXES, WeightServer
+from vllm_module.runtime.replica import WeightServer
 
 
 class RankWeights:
@@ -37,18 +36,20 @@ class RankWeights:
             raise RuntimeError(why)
 
 
-def serve_boxes(worker: Worker, host: str, token: str) -> int:
-    """Serve what a rank holds, on any port; return the port. Rank 0's are served by its engine."""
+def serve_boxes(worker: Worker, name: str, host: str, token: str) -> int:
+    """Serve what a rank holds as the file ``name``, on any port; return the port.
+
+    That of rank 0 is served by its engine. Raises ``OSError`` if the host is not this machine's.
+    """
     if worker.rank == 0:
         return 0
     weights = RankWeights(worker)
-    files = {BOXES: HeldBoxes(worker.model, weights.check)}
-    server = WeightServer(files, {}, weights, host, 0, token)
-    worker.servers[server.port] = server
+    files = {name: HeldBoxes(worker.model, weights.check)}
+    server = worker.servers[name] = WeightServer(files, {}, weights, host, 0, token)
     return server.port
 
 
-def end_boxes(worker: Worker, ports: Sequence[int]) -> None:
-    """End the server of :func:`serve_boxes`, if it goes on; ``ports`` are those of all ranks."""
-    if (server := worker.servers.pop(ports[worker.rank], None)) is not None:
+def end_boxes(worker: Worker, name: str) -> None:
+    """End the server of :func:`serve_boxes`, if there is one."""
+    if (server := worker.servers.pop(name, None)) is not None:
         server.close()

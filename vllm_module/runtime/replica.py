@@ -33,7 +33,7 @@ _LAST = 1 << 16  # bytes that are copied when it is known that those before are 
 _CHANGED = "the server was closed, or the weights have changed"
 _CLIENTS = 64  # at once; the connections of others are closed
 _IDLE = 30.0  # seconds that a client may take for a request or for a part of an answer
-MODEL, BOXES, RANKS = "model.safetensors", "rank.safetensors", "ranks.json"
+MODEL, RANKS = "model.safetensors", "ranks.json"
 _OF_FILES = (".index.json", "digests.json")  # of the folder's weights, which may be others by now
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 

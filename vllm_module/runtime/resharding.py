@@ -64,9 +64,10 @@ class Resharding:
             before, changes = self.executor, self.engine.weight_changes
             if size == before.size:
                 return
-        with self.serve_weights() as server:
-            ranks = _load(before, size, server)
+        ranks: Executor | None = None
         try:
+            with self.serve_weights() as server:
+                ranks = _load(before, size, server)
             with self._changing():
                 self._check_reshard(size)
                 if self.executor is not before or self.engine.weight_changes != changes + 1:
@@ -76,7 +77,8 @@ class Resharding:
                     )
                 self._switch(ranks)
         except BaseException:
-            ranks.close()
+            if ranks is not None:
+                ranks.close()
             raise
         before.close()
         before.worker.model.sleep()  # whoever holds the executor does not hold the weights

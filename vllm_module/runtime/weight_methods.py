@@ -161,41 +161,45 @@ class WeightMethods:
         Raises:
             UnsupportedModelError: the weights are quantized.
             RuntimeError: the engine sleeps, or an update of its weights had failed.
+            OSError: the host is not this machine's, or the port is taken.
+            RankError: another rank cannot listen; no server of this call goes on.
 
         """
         from vllm_module.runtime.held_file import HeldBoxes, HeldFile, ServedFile  # few need it
         from vllm_module.runtime.rank_servers import end_boxes, serve_boxes
-        from vllm_module.runtime.replica import BOXES, MODEL, RANKS, WeightServer, small_files
+        from vllm_module.runtime.replica import MODEL, RANKS, WeightServer, small_files
 
         check_type("token", token, "text or None", str, type(None))
         if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
             raise ValueError("token should be eight printable ASCII characters or more")
         token = secrets.token_urlsafe(24) if token is None else token
 
-        executor, ports = self.executor, list[int]()
+        executor = self.executor
         # A step reads weights, too. On a device it would wait for copies, and other ranks for it.
         on_cpu = executor.worker.device.type == "cpu"
         small = small_files(self.source.folder)
         with self.engine.alone():
             beside_steps = executor.size == 1 and on_cpu
             file = HeldFile(executor.apply_model, self._check_whole, beside_steps)
-            files: dict[str, ServedFile] = {MODEL: file}
-            if executor.size > 1 and executor.started_ranks and on_cpu:
-                files[BOXES] = HeldBoxes(executor.worker.model, self._check_whole)
-                ports = executor.collective_rpc(serve_boxes, args=(host, token))
+        files: dict[str, ServedFile] = {MODEL: file}
+        boxes = f"rank-{secrets.token_hex(8)}.safetensors"  # what no other server has
 
         def close() -> None:
-            if ports and executor.end is None:
-                with self.engine.alone():
-                    executor.collective_rpc(end_boxes, args=(ports,))
+            if boxes in files and executor.end is None:
+                # A rank that has ended has no server, and the engine says so elsewhere.
+                with self.engine.alone(), suppress(RuntimeError):
+                    executor.collective_rpc(end_boxes, args=(boxes,))
 
-        try:
-            server = WeightServer(files, small, self.engine, host, port, token, close)
-        except BaseException:
-            close()
-            raise
-        if ports:
-            small[RANKS] = json.dumps({"ports": [server.port, *ports[1:]]}).encode()
+        server = WeightServer(files, small, self.engine, host, port, token, close)
+        if executor.size > 1 and executor.started_ranks and on_cpu:
+            try:
+                with self.engine.alone():
+                    files[boxes] = HeldBoxes(executor.worker.model, self._check_whole)
+                    ports = executor.collective_rpc(serve_boxes, args=(boxes, host, token))
+            except BaseException:
+                server.close()
+                raise
+            small[RANKS] = json.dumps({"file": boxes, "ports": ports[1:]}).encode()
         return server
 
     def sleep(self, level: int = 1, **options: Any) -> None:

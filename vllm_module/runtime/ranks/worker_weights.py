@@ -65,7 +65,7 @@ class WorkerWeights:
     Attributes:
         weight_changes: number of changes of the weights that have begun.
         weights_lock: is held while they change.
-        servers: those that send what this rank holds, by port.
+        servers: those that send what this rank holds, by the name of the file.
 
     """
 
@@ -83,7 +83,7 @@ class WorkerWeights:
 
     def __init__(self) -> None:
         self.weight_changes, self.weights_lock = 0, threading.RLock()
-        self.servers: dict[int, WeightServer] = {}
+        self.servers: dict[str, WeightServer] = {}
         self._took_update = True  # True if all of the last update or load was written
         self._slept: dict[str, torch.Tensor] | None = None  # weights in host memory, by path
         self._dropped = False  # True if it sleeps without weights

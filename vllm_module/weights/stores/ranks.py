@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import socket
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from vllm_module.base.messages import printable
+from vllm_module.base.messages import describe_error, printable
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights.chunked_handle import ChunkedHandle, TensorChunk
 from vllm_module.weights.header import Entry
@@ -25,13 +26,16 @@ from vllm_module.weights.stores.stored_bytes import StoredBytes
 from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile, as_torch
 
-_RANKS, _BOXES = "ranks.json", "rank.safetensors"
+_RANKS = "ranks.json"
+_FILE = re.compile(r"rank-[0-9a-f]{16}\.safetensors")
 _BOX = re.compile(r"(.+)@(\d{1,18}(?:,\d{1,18})*)")
 _MOST_BYTES = 1 << 20  # of the ranks' ports
 _MOST_RANKS = 4096
 _MOST_BESIDE = 64  # boxes that another one is compared with; a server must not make that quadratic
 _ASK_AGAIN = "Load from the engine again."
-_PATIENCE = 3.0  # seconds in which a rank is found, or its boxes are asked for from the first one
+_PATIENCE = 3.0  # seconds in which a rank can be reached, or else the first one is asked for all
+
+_log = logging.getLogger(__name__)
 
 _Opened = list[tuple[WeightFile, StoredBytes]]
 
@@ -43,8 +47,8 @@ class RankedCheckpoint(StoredCheckpoint):
         store: of the first rank, who has all tensors.
         files: its files.
         load_format: of all files.
-        stores: of all ranks.
-        ranks: the file of each rank.
+        stores: of the other ranks.
+        ranks: the file of each rank, the first one's too.
 
     """
 
@@ -90,24 +94,39 @@ class RankedCheckpoint(StoredCheckpoint):
 def open_ranks(
     store: Store, files: _Opened, load_format: str, client_of: Callable[[Place], Client]
 ) -> StoredCheckpoint:
-    """Return the checkpoint of an engine, read from its ranks if they serve what they hold.
+    """Return the checkpoint of an engine, read from its ranks if they can be asked.
+
+    If one of them cannot, as behind a proxy that leads to the first one only, a line of the log
+    says why, and the first one sends all.
 
     Raises ``WeightReadError`` if the weights change meanwhile, and ``CheckpointFormatError`` if
     the engine describes its ranks wrongly.
     """
     data = store.fetch_optional(_RANKS, _MOST_BYTES)
-    address = urlsplit(str(store.place))
-    ports = [] if data is None else _ports(data, printable(store.place.file(_RANKS)))
-    if not ports or not all(_answers(str(address.hostname), port) for port in ports):
+    if data is None:
         return StoredCheckpoint(store, files, load_format)
+    name, ports = _described(data, printable(store.place.file(_RANKS)))
+    address = urlsplit(str(store.place))
     host = f"[{address.hostname}]" if ":" in str(address.hostname) else address.hostname
     with ExitStack() as opened:
-        stores = []
-        for port in ports:
-            place = replace(store.place, host=f"{host}:{port}")
-            stores.append(Store(place, client_of(place)))
-            opened.callback(stores[-1].close)
-        ranks = store.together(partial(open_file, each, _BOXES, load_format) for each in stores)
+        stores = [store]
+        try:
+            for port in ports:
+                # A firewall may drop what is sent to the port; a request would wait for longer.
+                socket.create_connection((str(address.hostname), port), _PATIENCE).close()
+                place = replace(store.place, host=f"{host}:{port}", folder="")
+                stores.append(Store(place, client_of(place), patience=_PATIENCE))
+                opened.callback(stores[-1].close)
+            ranks = store.together(partial(open_file, each, name, load_format) for each in stores)
+        except (OSError, CheckpointFormatError, WeightReadError) as error:
+            _log.warning(
+                "%s: the first rank sends all, because another cannot be asked for what it has: %s",
+                printable(store.place.path),
+                describe_error(error),
+            )
+            return StoredCheckpoint(store, files, load_format)
+        for each in stores[1:]:
+            each.patience = None
         # A change begins on the first rank: if that has its version now, all had when they opened.
         for file, stored in files:
             answer = store.read(file.path.name, 0, memoryview(bytearray(1)))
@@ -116,32 +135,27 @@ def open_ranks(
                     f"the weights of {printable(store.place.path)} changed while its ranks were "
                     f"asked for them. {_ASK_AGAIN}"
                 )
-        checkpoint = RankedCheckpoint(store, files, load_format, stores, ranks)
+        checkpoint = RankedCheckpoint(store, files, load_format, stores[1:], ranks)
         opened.pop_all()
     return checkpoint
 
 
-def _ports(data: bytes, where: str) -> list[int]:
-    ports = parse_object(data, where, _ASK_AGAIN).get("ports")
+def _described(data: bytes, where: str) -> tuple[str, list[int]]:
+    """Return the name of the file that each rank has, and the ports of all but the first."""
+    described = parse_object(data, where, _ASK_AGAIN)
+    name, ports = described.get("file"), described.get("ports")
     if (
-        not isinstance(ports, list)
+        not isinstance(name, str)
+        or _FILE.fullmatch(name) is None
+        or not isinstance(ports, list)
         or len(ports) > _MOST_RANKS
         or not all(type(port) is int and 0 < port < 1 << 16 for port in ports)
     ):
         raise CheckpointFormatError(
-            f"{where} should have the ports of at most {_MOST_RANKS} ranks, and has others. "
-            f"{_ASK_AGAIN}"
+            f"{where} should have the name of a file and the ports of at most {_MOST_RANKS} ranks, "
+            f"and has others. {_ASK_AGAIN}"
         )
-    return ports
-
-
-def _answers(host: str, port: int) -> bool:
-    """Return whether a port can be reached, which a tunnel or firewall may prevent."""
-    try:
-        socket.create_connection((host, port), _PATIENCE).close()
-    except OSError:
-        return False
-    return True
+    return name, ports
 
 
 def _covered(

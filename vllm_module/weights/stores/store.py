@@ -52,10 +52,23 @@ def _has_failed(future: Future[Any]) -> bool:
 
 
 class Store:
-    """The files of a folder in a store, for many threads; ``cache`` has what is kept of them."""
+    """The files of a folder in a store, for many threads.
 
-    def __init__(self, place: Place, client: Client, cache: StoreCache | None = None) -> None:
-        self.place, self.client, self.cache = place, client, cache
+    Attributes:
+        cache: has what is kept of them.
+        patience: seconds in which a request is tried again; by default ``RETRY_SECONDS`` after its
+            first failure.
+
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        client: Client,
+        cache: StoreCache | None = None,
+        patience: float | None = None,
+    ) -> None:
+        self.place, self.client, self.cache, self.patience = place, client, cache, patience
         self._executor = ThreadPoolExecutor(UNDER_WAY, thread_name_prefix="store-request")
         self._ended = threading.Event()
         self._warned = False
@@ -160,7 +173,8 @@ class Store:
 
     def _persist(self, attempt: Callable[[], T], name: str, what: str) -> T:
         """Return what ``attempt`` returns, tried until the deadline while it raises BusyError."""
-        delay, tries, end = _FIRST_DELAY, 0, 0.0
+        delay, tries = _FIRST_DELAY, 0
+        end = 0.0 if self.patience is None else time.monotonic() + self.patience
         while True:
             tries += 1
             try:
