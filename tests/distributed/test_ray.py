@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -59,7 +60,8 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 def pids(llm: LLM) -> list[int]:
     """Return the processes of other ranks."""
-    return llm.collective_rpc(lambda worker: os.getpid())[1:]
+    name = llm.executor._ranks.processes.name
+    return [int(name(rank).split()[3]) for rank in range(1, llm.executor.size)]
 
 
 def wait_until_gone(processes: list[int]) -> None:
@@ -106,16 +108,23 @@ def test_an_actor_that_dies_or_is_stopped_is_named(fault: str, folder: Path) -> 
     wait_until_gone([pid])
 
 
-def test_ranks_that_fail_to_load_say_why(folder: Path, tmp_path: Path) -> None:
-    """A host finds the model itself; here, files that the driver has are not the actor's."""
-    with pytest.raises(RankError, match="rank 1.*no_such_extension"):
-        engine(folder, worker_extension_cls=_Breaks)
+def _fail(rank: int, which: int) -> None:
+    if rank == which:
+        raise ValueError("a rank of its own opinion")
+    time.sleep(60)
+
+
+def test_an_actor_that_fails_ends_the_others() -> None:
+    released: list[bool] = []
+    actors = RayActors(4, torch.device("cpu"), lambda: released.append(True))
+    try:
+        actors.start(_fail, (2,))
+        assert actors.ended.wait(10)
+        assert (actors.codes, released) == ({2: 1}, [True])
+        assert re.fullmatch(r"rank 2 \(pid .*\) ended with exit code 1", actors.describe(2))
+    finally:
+        actors.end()
     wait_until_gone([])
-
-
-class _Breaks:
-    def __reduce__(self) -> Any:
-        raise NotImplementedError
 
 
 def test_what_the_cluster_does_not_have_is_named_at_once(folder: Path) -> None:
@@ -130,8 +139,8 @@ def test_what_others_use_is_waited_for_within_a_limit(
 ) -> None:
     monkeypatch.setattr("vllm_module.runtime.ranks.ray_actors._PLACING", 1.0)
     held = ray.util.placement_group([{"CPU": 1}] * 3)
-    assert held.wait(10)
     try:
+        assert held.wait(10)
         with pytest.raises(TimeoutError, match="2 ranks need 2 CPU, and for 1 s .*1 CPU are free"):
             engine(folder)
     finally:
@@ -172,7 +181,6 @@ def test_each_rank_has_a_gpu_and_the_settings_of_the_driver(
 def test_an_actor_in_a_placement_group_uses_its_bundles(folder: Path) -> None:
     """As a deployment of Ray Serve does; the group is not removed."""
     group = ray.util.placement_group([{"CPU": 1}] * 2)
-    assert group.wait(10)
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
@@ -202,7 +210,7 @@ DRIVER = """
 import os, sys, time, runpy
 stages = runpy.run_path(sys.argv[1])
 llm = stages["engine"](sys.argv[2], distributed_executor_backend="ray", tensor_parallel_size=2)
-print(llm.collective_rpc(lambda worker: os.getpid())[1], flush=True)
+print(llm.executor._ranks.processes.name(1).split()[3], flush=True)
 if len(sys.argv) > 3:
     time.sleep(60)
 """
@@ -211,7 +219,13 @@ if len(sys.argv) > 3:
 @pytest.mark.parametrize("killed", [False, True])
 def test_actors_end_with_the_driver(killed: bool, folder: Path, address: str) -> None:
     """Also if it is killed; RAY_ADDRESS says which cluster."""
-    command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent / "test_pipeline.py"), folder]
+    command = [
+        sys.executable,
+        "-c",
+        DRIVER,
+        str(Path(__file__).parent / "test_pipeline.py"),
+        folder,
+    ]
     with subprocess.Popen(
         [*command, *["wait"] * killed],
         env=os.environ | {"RAY_ADDRESS": address},

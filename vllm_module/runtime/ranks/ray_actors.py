@@ -64,6 +64,7 @@ class RayActors:
         self._noted = threading.Event()  # that an actor has ended, or that all shall
         self._found: dict[int, tuple[int, str]] = {}  # how actors ended: code and reason
         self._actors: dict[int, Any] = {}
+        self._running = 0  # number of actors that were given their work
         self._places: dict[int, str] = {}
         self._group: Any = None
         self._ray = _connect()
@@ -100,6 +101,7 @@ class RayActors:
         for rank in self._actors:
             future = self._ray_call(rank, "run", work, (rank, *arguments)).future()
             future.add_done_callback(partial(self._note, rank))
+            self._running += 1
 
     def name(self, rank: int) -> str:
         """Return a rank's number with its process id and host."""
@@ -227,7 +229,7 @@ class RayActors:
         for actor in self._actors.values():
             self._ray.kill(actor)
         end = time.monotonic() + _KILLED
-        while len(self._found) < len(self._actors) and time.monotonic() < end:
+        while len(self._found) < self._running and time.monotonic() < end:
             time.sleep(0.01)
         if self._group is not None:
             from ray.util import remove_placement_group
