@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM
-from vllm_module.config import EngineConfig
 from vllm_module.errors import RankError
 from vllm_module.runtime.ranks.ray_actors import RayActors
 
@@ -116,7 +115,7 @@ def _fail(rank: int, which: int) -> None:
 
 def test_an_actor_that_fails_ends_the_others() -> None:
     released: list[bool] = []
-    actors = RayActors(4, torch.device("cpu"), lambda: released.append(True))
+    actors = RayActors(3, torch.device("cpu"), lambda: released.append(True))
     try:
         actors.start(_fail, (2,))
         assert actors.ended.wait(10)
@@ -129,7 +128,7 @@ def test_an_actor_that_fails_ends_the_others() -> None:
 
 def test_what_the_cluster_does_not_have_is_named_at_once(folder: Path) -> None:
     begin = time.monotonic()
-    with pytest.raises(ValueError, match="5 ranks need 5 CPU, and the 2 nodes .* have 4 CPU"):
+    with pytest.raises(ValueError, match=r"5 ranks need 5 CPU, and .* has 4 CPU \(nodes: 2\)"):
         engine(folder, tensor_parallel_size=5)
     assert time.monotonic() - begin < 5
 
@@ -141,7 +140,7 @@ def test_what_others_use_is_waited_for_within_a_limit(
     held = ray.util.placement_group([{"CPU": 1}] * 3)
     try:
         assert held.wait(10)
-        with pytest.raises(TimeoutError, match="2 ranks need 2 CPU, and for 1 s .*1 CPU are free"):
+        with pytest.raises(TimeoutError, match=r"2 ranks need 2 CPU, and for 1 s .*1 CPU are free"):
             engine(folder)
     finally:
         ray.util.remove_placement_group(held)
@@ -160,20 +159,20 @@ def test_each_rank_has_a_gpu_and_the_settings_of_the_driver(
     """What an actor may see is what Ray gave it; this process's own device is reserved, too."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")  # not of the actors
-    actors = RayActors(4, torch.device("cuda"), lambda: None)
+    actors = RayActors(3, torch.device("cuda"), lambda: None)
     try:
         assert actors.device in (torch.device("cuda:0"), torch.device("cuda:1"))
         actors.start(_note, (str(tmp_path),))
         end = time.monotonic() + 20
-        while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < end:
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.2)
-        noted = [eval((tmp_path / str(rank)).read_text()) for rank in (1, 2, 3)]
+        noted = [eval((tmp_path / str(rank)).read_text()) for rank in (1, 2)]
         assert {token for _, token in noted} == {"secret"}
-        mine = "1,0".split(",")[actors.device.index]
-        assert sorted([mine, *(gpu for gpu, _ in noted)]) == ["0", "0", "1", "1"]
-        assert noted[0][0] != mine  # the second rank is on this host
-        assert noted[1][0] != noted[2][0]
+        mine = ["1", "0"][actors.device.index]
+        assert {mine, noted[0][0]} == {"0", "1"}  # of one host, which has no other
+        assert noted[1][0] in ("0", "1")
+        assert actors.most_on_a_host == 2
     finally:
         actors.end()
 
@@ -241,7 +240,3 @@ def test_actors_end_with_the_driver(killed: bool, folder: Path, address: str) ->
         assert line.strip().isdigit(), errors
         assert killed or driver.returncode == 0, errors
     wait_until_gone([int(line)])
-
-
-def test_the_settings_say_ray() -> None:
-    assert EngineConfig(distributed_executor_backend="ray").distributed_executor_backend == "ray"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -81,13 +82,12 @@ class RayActors:
         Raises ``RankError`` if one of them ends before that.
         """
         passed = {name: os.environ[name] for name in os.environ if name.startswith(_PASSED_ON)}
-        actor = self._ray.remote(_actor_class())
+        kind = self._ray.remote(_actor_class())
         begun = {}
         for rank, bundle in enumerate(self._bundles, 1):
-            self._actors[rank] = actor.options(
-                **self._in(bundle), max_concurrency=2, max_restarts=0
-            ).remote(passed)
-            begun[rank] = self._ray_call(rank, "begin")
+            options = {**self._in(bundle), "max_concurrency": 2}  # it answers while it works
+            self._actors[rank] = kind.options(**options).remote(passed)
+            begun[rank] = self._actors[rank].begin.remote()
         refs = list(begun.values())
         until(lambda: not self._ray.wait(refs, num_returns=len(refs), timeout=0.1)[1])
         for rank, ref in begun.items():
@@ -98,8 +98,8 @@ class RayActors:
                     f"rank {rank} ended before it began: {_reason(error)}", [rank]
                 ) from None
             self._places[rank] = f" (pid {pid} on {host})"
-        for rank in self._actors:
-            future = self._ray_call(rank, "run", work, (rank, *arguments)).future()
+        for rank, actor in self._actors.items():
+            future = actor.run.remote(work, (rank, *arguments)).future()
             future.add_done_callback(partial(self._note, rank))
             self._running += 1
 
@@ -109,11 +109,10 @@ class RayActors:
 
     def hanging(self) -> dict[int, str]:
         """Return the ranks that others wait for, with a description of their state."""
-        asked = {self._ray_call(rank, "position"): rank for rank in self._actors}
-        if not asked:
-            return {}
-        answers = {}
-        for ref in self._ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)[0]:
+        asked = {actor.position.remote(): rank for rank, actor in self._actors.items()}
+        answers: dict[int, tuple[bool, str]] = {}
+        refs = list(asked)
+        for ref in self._ray.wait(refs, num_returns=len(refs), timeout=_ANSWER)[0] if refs else ():
             with suppress(self._ray.exceptions.RayError):
                 answers[asked[ref]] = self._ray.get(ref)
         return waited_for(self._actors, answers)
@@ -152,8 +151,8 @@ class RayActors:
         if group is None:
             if any(have.get(name, 0) < size for name in self._needs):
                 raise ValueError(
-                    f"{wanted}, and the {_nodes(self._ray)} of Ray's cluster have "
-                    f"{_listed(self._needs, have)}: add nodes by `ray start`, or use fewer ranks"
+                    f"{wanted}, and Ray's cluster has {_listed(self._needs, have)} (nodes: "
+                    f"{len(self._ray.nodes())}): add nodes by `ray start`, or use fewer ranks"
                 )
             own = {name: 1 - mine.get(name, 0) for name in self._needs if mine.get(name, 0) < 1}
             bundles = [{**own, at_host: 0.001}, *[self._needs] * (size - 1)]
@@ -166,7 +165,7 @@ class RayActors:
                         f"{wanted}, and for {_PLACING:g} s Ray did not find them, one of them at "
                         f"{self.host}: {free} are free of {_listed(self._needs, have)}"
                     )
-        self._strategy_of = partial(_strategy, group)
+        self._placed_in = group
         key = "GPU" if device.type == "cuda" else "CPU"
         nodes = placement_group_table(group)["bundles_to_node_id"]
         fit = [at for at, each in enumerate(group.bundle_specs) if at and each.get(key, 0) >= 1]
@@ -190,18 +189,26 @@ class RayActors:
 
     def _reserved_gpu(self) -> int:
         """Return the number, here, of the GPU that is reserved for this process."""
-        ask = self._ray.remote(_gpu_ids).options(**self._in(0) | {"num_cpus": 0})
-        (gpu,) = self._ray.get(ask.remote())
+        ray, options = self._ray, {**self._in(0), "num_cpus": 0}
+        (gpu,) = ray.get(ray.remote(lambda: ray.get_gpu_ids()).options(**options).remote())
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return int(gpu) if visible is None else visible.split(",").index(str(gpu))
+        if visible is None:
+            return int(gpu)
+        if str(gpu) not in visible.split(","):
+            raise ValueError(
+                f"Ray gives this process GPU {gpu}, and its CUDA_VISIBLE_DEVICES is {visible}: "
+                "leave that unset, or as it was for `ray start`"
+            )
+        return visible.split(",").index(str(gpu))
 
     def _in(self, bundle: int) -> dict[str, Any]:
         """Return the options of an actor in a bundle. Ray shows it only GPUs that are its own."""
-        needs = {f"num_{name.lower()}s": count for name, count in self._needs.items()}
-        return {**needs, "scheduling_strategy": self._strategy_of(bundle)}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def _ray_call(self, rank: int, method: str, *arguments: Any) -> Any:
-        return getattr(self._actors[rank], method).remote(*arguments)
+        needs = {f"num_{name.lower()}s": count for name, count in self._needs.items()}
+        return {**needs, "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            self._placed_in, placement_group_bundle_index=bundle
+        )}  # fmt: skip
 
     def _note(self, rank: int, future: Any) -> None:
         """Take the result of ``run``, in a thread of Ray's."""
@@ -246,14 +253,20 @@ def _connect() -> Any:
             f"distributed_executor_backend is 'ray', and Ray is not installed: {install('ray')}"
         ) from error
     if not ray.is_initialized():
+        host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
         try:
+            if port.isdigit():  # else Ray would try for minutes
+                socket.create_connection(
+                    (host.rpartition("/")[2].strip("[]"), int(port)), 5
+                ).close()
             # The cluster that RAY_ADDRESS names, or one that was started here, else one of this
             # host alone.
             ray.init()
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConnectionError(
-                f"Ray's cluster cannot be reached ({describe_error(error)}): start it by `ray "
-                "start --head`, or name it in RAY_ADDRESS. Without both, one of this host is made"
+                f"Ray's cluster cannot be reached (RAY_ADDRESS: {os.environ.get('RAY_ADDRESS')!r}; "
+                f"{describe_error(error)}): start it by `ray start --head`, or name another. "
+                "Without RAY_ADDRESS, a cluster of this host alone is made"
             ) from error
     return ray
 
@@ -294,26 +307,8 @@ def _actor_class() -> type:
     return _Rank
 
 
-def _gpu_ids() -> list[Any]:
-    import ray
-
-    ids: list[Any] = ray.get_gpu_ids()
-    return ids
-
-
-def _strategy(group: Any, bundle: int) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-
-
 def _listed(names: Any, resources: dict[str, float]) -> str:
     return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names)
-
-
-def _nodes(ray: Any) -> str:
-    count = sum(1 for node in ray.nodes() if node["Alive"])
-    return f"{count} node" + "s" * (count != 1)
 
 
 def _reason(error: BaseException) -> str:
