@@ -148,7 +148,9 @@ def test_what_others_use_is_waited_for_within_a_limit(
 
 
 def _note(rank: int, path: str) -> None:
-    noted = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("HF_TOKEN")
+    from huggingface_hub import constants  # reads its settings when vllm_module imports it
+
+    noted = os.environ["CUDA_VISIBLE_DEVICES"], constants.HF_HUB_DOWNLOAD_TIMEOUT
     Path(f"{path}/{rank}").write_text(repr(noted))
     time.sleep(60)
 
@@ -157,7 +159,7 @@ def test_each_rank_has_a_gpu_and_the_settings_of_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an actor may see is what Ray gave it; this process's own device is reserved, too."""
-    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "77")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")  # not of the actors
     actors = RayActors(3, torch.device("cuda"), lambda: None)
     try:
@@ -168,7 +170,7 @@ def test_each_rank_has_a_gpu_and_the_settings_of_the_driver(
             time.sleep(0.05)
         time.sleep(0.2)
         noted = [eval((tmp_path / str(rank)).read_text()) for rank in (1, 2)]
-        assert {token for _, token in noted} == {"secret"}
+        assert {seconds for _, seconds in noted} == {77}
         mine = ["1", "0"][actors.device.index]
         assert {mine, noted[0][0]} == {"0", "1"}  # of one host, which has no other
         assert noted[1][0] in ("0", "1")

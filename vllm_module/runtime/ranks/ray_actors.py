@@ -19,7 +19,7 @@ import torch
 from vllm_module.base.messages import describe_error, install, printable
 from vllm_module.base.waiting import until
 from vllm_module.errors import RankError
-from vllm_module.runtime.ranks.processes import position, waited_for
+from vllm_module.runtime.ranks.processes import waited_for
 
 _ANSWER = 1.0  # seconds in which an actor that is not stopped answers
 _GRACE = 0.3  # seconds in which Ray tells of other actors that end for the same reason
@@ -87,7 +87,7 @@ class RayActors:
         for rank, bundle in enumerate(self._bundles, 1):
             options = {**self._in(bundle), "max_concurrency": 2}  # it answers while it works
             self._actors[rank] = kind.options(**options).remote(passed)
-            begun[rank] = self._actors[rank].begin.remote()
+            begun[rank] = self._actors[rank].begin.remote(work)
         refs = list(begun.values())
         until(lambda: not self._ray.wait(refs, num_returns=len(refs), timeout=0.1)[1])
         for rank, ref in begun.items():
@@ -256,9 +256,8 @@ def _connect() -> Any:
         host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
         try:
             if port.isdigit():  # else Ray would try for minutes
-                socket.create_connection(
-                    (host.rpartition("/")[2].strip("[]"), int(port)), 5
-                ).close()
+                where = host.rpartition("/")[2].strip("[]"), int(port)
+                socket.create_connection(where, 5).close()
             # The cluster that RAY_ADDRESS names, or one that was started here, else one of this
             # host alone.
             ray.init()
@@ -274,8 +273,8 @@ def _connect() -> Any:
 def _actor_class() -> type:
     """Return the class of a rank's actor.
 
-    It is made in a function, so that Ray sends its code. The module is not imported where the
-    actor runs, and the environment is set before torch is.
+    It is made in a function, so that Ray sends its code. So the environment is set before the actor
+    imports torch or this package, which read it then.
     """
 
     class _Rank:
@@ -285,11 +284,10 @@ def _actor_class() -> type:
                     os.environ[name] = value
             self.thread = 0
 
-        def begin(self) -> tuple[int, str]:
+        def begin(self, work: Callable[..., None]) -> tuple[int, str]:
             from ray.util import get_node_ip_address
 
-            import vllm_module.runtime.ranks.executor  # noqa: F401  # takes seconds
-
+            del work  # its module has been imported now
             return os.getpid(), get_node_ip_address()
 
         def run(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> int:
@@ -302,6 +300,8 @@ def _actor_class() -> type:
             return 0
 
         def position(self) -> tuple[bool, str]:
+            from vllm_module.runtime.ranks.processes import position  # not with the class
+
             return position(self.thread)
 
     return _Rank
