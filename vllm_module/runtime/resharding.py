@@ -101,7 +101,7 @@ class Resharding:
         outside = backend in ("external_launcher", "ray") or (backend is None and under_torchrun())
         if joined or outside:
             raise ValueError(
-                "the ranks of this engine are processes that a launcher or Ray started, and it "
+                "the ranks of this engine are processes that a launcher started, or Ray, and it "
                 "does not start others: make the engine with distributed_executor_backend='mp'"
             )
         if backend == "uni" and size > 1:
