@@ -44,6 +44,7 @@ EXTRAS = {
     ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
     ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",
     ("vllm_module.runtime.sampling.grammar_script", "llguidance"): "structured-outputs",
+    ("vllm_module.runtime.ranks.ray_actors", "ray"): "ray",
     ("vllm_module.server", "starlette"): "serve",
     ("vllm_module.server", "uvicorn"): "serve",
     ("vllm_module.server.backends", "h11"): "serve",
@@ -153,8 +154,8 @@ def test_what_is_declared_is_imported() -> None:
 
 
 def test_what_the_tests_import_is_declared() -> None:
-    """Tests and examples import core dependencies, what two extras bring, and each other."""
-    declared = CORE | extra("test") | extra("fuzz") | PEERS | OF_EXAMPLES
+    """Tests and examples import core dependencies, what three extras bring, and each other."""
+    declared = CORE | extra("test") | extra("fuzz") | extra("ray") | PEERS | OF_EXAMPLES
     files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.py")]
     ours = {distribution(p.stem) for p in files} | {
         distribution(p.parent.name) for p in files if p.name == "__init__.py"

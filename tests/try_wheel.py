@@ -77,6 +77,7 @@ EXTRAS = {
     "otel": ("import opentelemetry.instrumentation.starlette", "No module named"),
     "peft": ("import peft", "No module named"),
     "plot": (PLOT, "vllm-module[plot]"),
+    "ray": ("import ray", "No module named"),
     "serve": ("import vllm_module.server.app", "vllm-module[serve]"),
     "stores": ("import obstore", "No module named"),
     "structured-outputs": ("import llguidance", "No module named"),

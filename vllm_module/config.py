@@ -238,7 +238,8 @@ class EngineConfig(_Closed):
         pipeline_parallel_size: stages of a pipeline, each with some of the layers on
             ``tensor_parallel_size`` ranks. Rank 0 is of the last stage, and samples.
         distributed_executor_backend: ``"mp"`` starts the other ranks, whatever world this process
-            is in; ``"uni"`` has one rank. With ``"external_launcher"`` each process that was
+            is in; ``"ray"`` lets Ray start them on the nodes of its cluster, where each finds the
+            model itself; ``"uni"`` has one rank. With ``"external_launcher"`` each process that was
             launched is a rank of an engine of ``tensor_parallel_size`` of them, and all ranks of an
             engine make the same calls. By default it is torchrun's world, if torchrun has started
             several processes and ``tensor_parallel_size`` is not 1, else ``"mp"``.
@@ -283,7 +284,7 @@ class EngineConfig(_Closed):
 
     tensor_parallel_size: _Count = 1
     pipeline_parallel_size: _Count = 1
-    distributed_executor_backend: Literal["mp", "uni", "external_launcher"] | None = None
+    distributed_executor_backend: Literal["mp", "ray", "uni", "external_launcher"] | None = None
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     block_size: _Count = 16
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9

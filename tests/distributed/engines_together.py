@@ -215,7 +215,7 @@ def sizes_that_do_not_fit(directory: Path, rank: int) -> Any:
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, **external},
         {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
-        {"distributed_executor_backend": "ray"},
+        {"distributed_executor_backend": "slurm"},
     ]
     return [raised_by(lambda settings=call: engine(directory, **settings)) for call in calls]
 

@@ -406,7 +406,7 @@ def test_a_world_that_does_not_fit_is_refused_with_its_numbers(outcome: Outcome)
         "tensor_parallel_size is 2, and torchrun has started 3 ranks",
         "engines of 2 ranks do not divide the 3 processes that were launched",
         "'uni' is an engine of one process",
-        "'mp', 'uni' or 'external_launcher', got 'ray'",
+        "'mp', 'ray', 'uni' or 'external_launcher', got 'slurm'",
     ]
     for messages in returned(outcome):
         for message, words in zip(messages, expected, strict=True):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_module.config import EngineConfig
 from vllm_module.runtime.ranks import connections
 from vllm_module.runtime.ranks.connections import processes_of_world
+from vllm_module.runtime.ranks.group import Ranks
 
 
 def in_world(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
@@ -77,3 +81,16 @@ def test_an_engine_takes_the_launchers_processes_or_its_own(
         return
     with pytest.raises(ValueError, match=expected):
         processes_of_world(EngineConfig(**given))
+
+
+def test_what_ray_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra, where Ray is not installed, and within seconds a cluster that is not there."""
+    config = EngineConfig(tensor_parallel_size=2, distributed_executor_backend="ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"Ray is not installed: pip .*vllm-module\[ray\]"):
+        Ranks(config, torch.device("cpu"), lambda: None, tuple)
+    absent = SimpleNamespace(is_initialized=lambda: False, init=None)
+    monkeypatch.setitem(sys.modules, "ray", absent)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(ConnectionError, match=r"'127\.0\.0\.1:9'; ConnectionRefusedError"):
+        Ranks(config, torch.device("cpu"), lambda: None, tuple)

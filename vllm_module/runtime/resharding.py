@@ -100,10 +100,11 @@ class Resharding:
                 "change their number of ranks"
             )
         joined = executor.size > 1 and not executor.started_ranks
-        if joined or backend == "external_launcher" or (backend is None and under_torchrun()):
+        outside = backend in ("external_launcher", "ray") or (backend is None and under_torchrun())
+        if joined or outside:
             raise ValueError(
-                "the ranks of this engine are processes that a launcher started, and it does not "
-                "start others: make the engine with distributed_executor_backend='mp'"
+                "the ranks of this engine are processes that a launcher started, or Ray, and it "
+                "does not start others: make the engine with distributed_executor_backend='mp'"
             )
         if backend == "uni" and size > 1:
             raise ValueError(

@@ -13,6 +13,7 @@ from vllm_module.core.fill import refuse_nan_sent
 from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.runtime.devices import as_called, own_device
 from vllm_module.runtime.ranks.group import Ranks
+from vllm_module.runtime.ranks.processes import Processes
 from vllm_module.runtime.ranks.worker import Worker
 from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.runtime.served_adapter import LoadedAdapter
@@ -55,8 +56,8 @@ class WeightChanges:
 
     @property
     def started_ranks(self) -> bool:
-        """True if this process started the other ranks."""
-        return self._ranks.processes is not None
+        """True if this process started the other ranks, on this host."""
+        return isinstance(self._ranks.processes, Processes)
 
     def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
         """Update the weights of every rank's model, in place.

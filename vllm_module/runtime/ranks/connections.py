@@ -66,9 +66,10 @@ def connect(store: Any, rank: int, size: int, device: torch.device, stages: int 
     return interruptibly(create)
 
 
-def meeting_place(size: int, port: int = 0) -> Any:
-    """Connect to the TCP store at ``port`` of this host, where ranks meet; port 0 creates one."""
-    return _stores.TCPStore("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
+def meeting_place(size: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Any:
+    """Connect to the TCP store at an address, where ranks meet; port 0 creates one on this host."""
+    host, port = address
+    return _stores.TCPStore(host, port, size, is_master=not port, wait_for_workers=False)
 
 
 def under_torchrun() -> bool:

@@ -82,10 +82,16 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
         self._lost: tuple[int, ...] | None = None  # ranks whose failure has ended the engine
 
         def arguments() -> tuple[Any, ...]:
-            """Find the model here, so that the ranks on this host read from the same folder."""
+            """Find the model here, so that the ranks on this host read from the same folder.
+
+            Ranks of Ray find it themselves, and have one device each, because hosts differ.
+            """
             nonlocal model
-            model = ModelSource.find(model, load_config.load_format)
+            asked, model = model, ModelSource.find(model, load_config.load_format)
             check_ranks(model, size, self.stages)
+            if config.distributed_executor_backend == "ray":
+                own = DeviceConfig(device=str(own_device(device, 0)))
+                return asked, load_config, own, config
             return model, load_config, device_config, config
 
         worker = worker_class(Worker, config.worker_extension_cls)
@@ -347,9 +353,9 @@ def _is_refusal(error: BaseException) -> bool:
 def _serve(
     rank: int,
     size: int,
-    port: int,
+    address: tuple[str, int],
     threads: int,
-    source: ModelSource,
+    source: ModelConfig | ModelSource,
     load_config: LoadConfig,
     device_config: DeviceConfig,
     config: EngineConfig,
@@ -358,7 +364,7 @@ def _serve(
     device = own_device(device_config.torch_device, rank)
     torch.set_num_threads(threads)
     stages = config.pipeline_parallel_size
-    connections = connect(meeting_place(size, port), rank, size, device, stages)
+    connections = connect(meeting_place(size, address), rank, size, device, stages)
     device_config = DeviceConfig(device=str(device))
     # Rank 0 raises these errors too; printing them here would repeat them.
     with suppress(WeightLoadError, RankError), current(device):

@@ -32,6 +32,7 @@ from vllm_module.runtime.ranks.connections import (
     world,
 )
 from vllm_module.runtime.ranks.processes import Processes, end_sharing, share_cores
+from vllm_module.runtime.ranks.ray_actors import RayActors
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Ranks:
 
     With ``connections`` this process is one of the ranks. Otherwise they are those of a surrounding
     ``tensor_parallel(group=...)``, or processes of the world (:func:`processes_of_world`), or this
-    process is rank 0 and starts the others: they call ``work(rank, size, port, threads,
+    process is rank 0 and starts the others: they call ``work(rank, size, address, threads,
     *arguments())``, which calls :func:`connect`. No engine uses torch's default group.
 
     Attributes:
@@ -62,7 +63,7 @@ class Ranks:
         device: this rank's device; for CUDA, with its index.
         aborted: True if collectives on devices were aborted, so that their results are wrong.
         is_led: True if rank 0 sends messages; False if every rank is called alike.
-        processes: those that this process started; ``None`` if it started none.
+        processes: those that this process started, itself or by Ray; ``None`` if it started none.
 
     Raises:
         ValueError: there are fewer devices than ranks, far more ranks than CPUs, or the number of
@@ -87,7 +88,7 @@ class Ranks:
         self.pipe: dist.ProcessGroup | None = None
         self.stages = config.pipeline_parallel_size
         self._pid = os.getpid()
-        self.processes: Processes | None = None
+        self.processes: Processes | RayActors | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
         self._owns_groups = self._parted = False
         self._shares_cores = 0  # number of ranks that this process has started, while they run
@@ -153,7 +154,7 @@ class Ranks:
             self.is_led, self._owns_groups = backend is None, True
             self._join(*connect_in_world(ranks, self.device, stages))
         elif size * stages > 1:
-            self._start(size * stages, work, arguments)
+            self._start(size * stages, work, arguments, on_ray=backend == "ray")
         else:
             launched = backend == "external_launcher"
             self.device = own_device(self.device, local if launched else None)
@@ -296,9 +297,15 @@ class Ranks:
                 group.abort()
 
     def _start(
-        self, size: int, work: Callable[..., None], arguments: Callable[[], tuple[Any, ...]]
+        self,
+        size: int,
+        work: Callable[..., None],
+        arguments: Callable[[], tuple[Any, ...]],
+        on_ray: bool,
     ) -> None:
-        if self.device.type == "cuda":
+        if on_ray:
+            self.processes = RayActors(size, self.device, self._abort)
+        elif self.device.type == "cuda":
             if str(self.device) != "cuda":
                 raise ValueError(
                     f"{_sizes(size, self.stages)}, and {self.device} is one device: use 'cuda'"
@@ -310,13 +317,19 @@ class Ranks:
                 f"{os.cpu_count()} CPUs, this machine starts at most {most}. Lower "
                 "tensor_parallel_size"
             )
+        actors, host, here = self.processes, "127.0.0.1", size
+        if isinstance(actors, RayActors):
+            self.device, host, here = actors.device, actors.host, actors.most_on_a_host
         self.device = own_device(self.device, 0)
         values = arguments()
-        store = meeting_place(size)
-        threads = share_cores(size)
-        self._owns_groups, self._shares_cores = True, size
-        given = size, store.port, threads, *values
-        self.processes = Processes(size - 1, work, given, self._abort)
+        store = meeting_place(size, (host, 0))
+        threads = share_cores(here)
+        self._owns_groups, self._shares_cores = True, here
+        given = size, (host, store.port), threads, *values
+        if isinstance(actors, RayActors):
+            actors.start(work, given)
+        else:
+            self.processes = Processes(size - 1, work, given, self._abort)
         self._join(*connect(store, 0, size, self.device, self.stages))
 
     def _join(

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import SpawnContext
@@ -95,10 +95,7 @@ class Processes:
                 working.send(None)
                 if working.poll(max(0.0, end - time.monotonic())):
                     answers[rank] = working.recv()
-        if silent := self._connections.keys() - answers.keys():
-            return dict.fromkeys(sorted(silent), "the process is stopped, or busy outside Python")
-        busy = {rank: place for rank, (waits, place) in answers.items() if not waits}
-        return busy or {rank: place for rank, (_, place) in answers.items()}
+        return waited_for(self._connections, answers)
 
     def describe(self, rank: int) -> str:
         """Return a description of how ``rank``, one of ``codes``, ended."""
@@ -174,6 +171,22 @@ class Processes:
         self.ended.set()
 
 
+def position(thread: int) -> tuple[bool, str]:
+    """Return whether a thread of this process waits for other ranks, and its line."""
+    stack = traceback.extract_stack(sys._current_frames()[thread])
+    waits = any("distributed" in os.path.dirname(frame.filename) for frame in stack)
+    place = stack[-1]
+    return waits, f"it is at {place.filename}:{place.lineno} in {place.name}"
+
+
+def waited_for(ranks: Iterable[int], answers: dict[int, tuple[bool, str]]) -> dict[int, str]:
+    """Return the ranks that others wait for and their state, by what :func:`position` answered."""
+    if silent := set(ranks) - answers.keys():
+        return dict.fromkeys(sorted(silent), "the process is stopped, or busy outside Python")
+    busy = {rank: place for rank, (waits, place) in answers.items() if not waits}
+    return busy or {rank: place for rank, (_, place) in answers.items()}
+
+
 def share_cores(size: int) -> int:
     """Count an engine that starts ``size`` ranks, and return the number of threads of each.
 
@@ -221,8 +234,5 @@ def _answer(here: connection.Connection[Any, Any]) -> None:
     with suppress(OSError, EOFError):
         while True:
             here.recv()
-            stack = traceback.extract_stack(sys._current_frames()[main])
-            waits = any("distributed" in os.path.dirname(frame.filename) for frame in stack)
-            place = stack[-1]
-            here.send((waits, f"it is at {place.filename}:{place.lineno} in {place.name}"))
+            here.send(position(main))
     os._exit(0)
