@@ -137,7 +137,7 @@ ELSEWHERE = {
     ("vllm_module/base/process_groups.py", "pickle"),
     ("vllm_module/distributed/exchange.py", "pickle"),
     ("vllm_module/build/model_source.py", "pickle"),
-    ("vllm_module/runtime/ranks/executor.py", "pickle"),
+    ("vllm_module/runtime/ranks/extension.py", "pickle"),
     ("vllm_module/runtime/ranks/group.py", "pickle"),
     ("vllm_module/runtime/ranks/worker.py", "pickle"),
 }
