@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import runpy
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from vllm_module import LLM
+from vllm_module import LLM, SamplingParams
+from vllm_module.adapters import Adapter, adapter_config
 from vllm_module.errors import RankError, ShardingError
 from vllm_module.runtime.ranks import worker_experts
+from vllm_module.testing import random_weights
 from vllm_module.weights.changes import Changes
 from vllm_module.weights.digests import digest_weight
 
@@ -191,19 +194,50 @@ def test_what_cannot_be_is_refused(spread: LLM, alone: LLM, folder: Path, expect
 
 
 def test_other_ways_to_load_know_the_places(spread: LLM, folder: Path, expected: Any) -> None:
-    """Sleep, loading again, and a replica that loads from what has moved."""
+    """Sleep, loading again, and a replica that loads from a server that was there before."""
+    opened = spread.serve_weights()
     move(spread, random.Random(3))
     placed = spread.expert_placements()
+    with opened as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_MODULE_REPLICA_TOKEN", server.token)
+        with engine(server.url, block_size=4) as llm:
+            assert llm.digest().tensors == stored(load_file(folder / "model.safetensors"))
+            assert tokens(llm) == expected
     spread.sleep(level=2)
     spread.wake_up()
     assert tokens(spread) == expected
     spread.reload_weights()
     assert spread.expert_placements() == placed
     assert tokens(spread) == expected
-    with spread.serve_weights() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_MODULE_REPLICA_TOKEN", server.token)
-        with engine(server.url, block_size=4) as llm:
-            assert tokens(llm) == expected
+
+
+def test_an_adapter_is_loaded_to_the_new_places(
+    spread: LLM, alone: LLM, tmp_path: Path, expected: Any
+) -> None:
+    """Also one that was loaded before the move, and had to be unloaded for it."""
+    settings = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 8,
+        "target_modules": ["w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"],
+    }  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    config = adapter_config(settings, "settings")
+    parts = Adapter(alone.executor.worker.model, config).expected_weights()
+    weights = {name: each * 20 for name, each in random_weights(parts, seed=5).items()}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    asked = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+    def adapted(llm: LLM) -> Any:
+        llm.load_adapter("mine", tmp_path)
+        found = llm.generate(PIPELINE["PROMPTS"], asked, use_tqdm=False, lora_request="mine")
+        llm.unload_adapter("mine")
+        return [list(each.outputs[0].token_ids) for each in found]
+
+    tuned = adapted(alone)
+    assert tuned != [each[0][:6] for each in expected]
+    for seed in (8, 9):
+        assert adapted(spread) == tuned
+        move(spread, random.Random(seed))
+    assert adapted(spread) == tuned
 
 
 def test_experts_of_pipeline_stages_move(folder: Path, alone: LLM, expected: Any) -> None:

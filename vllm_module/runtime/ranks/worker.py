@@ -31,7 +31,6 @@ from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_
 from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.ranks.worker_experts import WorkerExperts
-from vllm_module.runtime.ranks.worker_weights import WorkerWeights
 from vllm_module.runtime.sampling.sampler import warm_up
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
@@ -60,7 +59,7 @@ class SequenceMemory(NamedTuple):
     windows: frozenset[int | None]
 
 
-class Worker(WorkerWeights, WorkerExperts):
+class Worker(WorkerExperts):
     """Loads this rank's part of the model and runs steps on it.
 
     Args:

@@ -29,12 +29,12 @@ from vllm_module.layout import (
 from vllm_module.layout.layout import EXPERT, FORMAT, VERSION
 from vllm_module.parameters import BasevLLMParameter, Experts
 from vllm_module.runtime.held_file import forget_layout
+from vllm_module.runtime.ranks.worker_weights import WorkerWeights, changes_weights
 
 
-class WorkerExperts:
+class WorkerExperts(WorkerWeights):
     """The methods of a worker on experts that are spread over ranks."""
 
-    model: vLLMModule
     load_config: LoadConfig
     _group: TensorParallelGroup
 
@@ -63,6 +63,7 @@ class WorkerExperts:
             if isinstance(module, PlacedExperts) and module.experts.size > 1
         }
 
+    @changes_weights
     def rearrange_experts(self, placements: Mapping[str, tuple[int, ...]]) -> int:
         """Move the experts of layers to other places; return the bytes that came from other ranks.
 
@@ -84,6 +85,7 @@ class WorkerExperts:
             raise
         finally:
             forget_layout(self.model)
+            self._adapter_plans = None  # they know the places before
         # Of what was quantized while it was loaded, other ranks have the digests.
         state_of(self.model).sources.clear()
         return received

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -43,18 +43,20 @@ if TYPE_CHECKING:
 
 SLEEPING = "weights", "kv_cache"  # what sleeps, by vLLM's names, in the order of waking up
 P = ParamSpec("P")
+T = TypeVar("T")
+W = TypeVar("W", bound="WorkerWeights")
 
 
-def _changes(
-    method: Callable[Concatenate[WorkerWeights, P], None],
-) -> Callable[Concatenate[WorkerWeights, P], None]:
+def changes_weights(
+    method: Callable[Concatenate[W, P], T],
+) -> Callable[Concatenate[W, P], T]:
     """Count a change of the weights, and hold the lock meanwhile."""
 
     @wraps(method)
-    def changing(worker: WorkerWeights, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def changing(worker: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with worker.weights_lock:
             worker.weight_changes += 1
-            method(worker, *args, **kwargs)
+            return method(worker, *args, **kwargs)
 
     return changing
 
@@ -92,7 +94,7 @@ class WorkerWeights:
         self._taken: dict[str, Weight] = {}  # of an update of an adapter
         self._has_slots = True  # False while the memory of slots is freed
 
-    @_changes
+    @changes_weights
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
     ) -> None:
@@ -208,7 +210,7 @@ class WorkerWeights:
             return str(error), self._took_update
         return None, self._took_update
 
-    @_changes
+    @changes_weights
     def sleep(self, level: int) -> None:
         """Free the memory of the caches, of the CUDA graphs, of the weights and of slots.
 
@@ -253,7 +255,7 @@ class WorkerWeights:
             attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
         self._has_slots = True
 
-    @_changes
+    @changes_weights
     def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
         """Restore the weights of a sleeping rank, and allocate the caches, or one of the two.
 
@@ -273,7 +275,7 @@ class WorkerWeights:
                 self._took_update = True
         self._awake(caches="kv_cache" in tags)
 
-    @_changes
+    @changes_weights
     def reload_weights(self) -> None:
         """Load the source's weights, whatever the model has, and allocate the caches."""
         with self.source.open() as checkpoint:
