@@ -8,6 +8,7 @@ import random
 import runpy
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.adapters import Adapter, adapter_config
-from vllm_module.errors import RankError, ShardingError
+from vllm_module.config import ModelConfig
+from vllm_module.errors import RankError, ShardingError, UnsupportedModelError
+from vllm_module.export.sharded_state import shard
 from vllm_module.runtime.ranks import worker_experts
 from vllm_module.testing import random_weights
 from vllm_module.weights.changes import Changes
@@ -177,6 +180,9 @@ def test_what_cannot_be_is_refused(spread: LLM, alone: LLM, folder: Path, expect
     ]:
         with pytest.raises((ValueError, ShardingError), match=message):
             spread.rearrange_experts(**wrong)
+    for kind, number in (("float", 1.0), ("bool", True), ("torch.float32", torch.tensor(1.0))):
+        with pytest.raises(ValueError, match=f"as integers, got .* of type {kind}"):
+            spread.rearrange_experts(placements={path: [number, *placed[1:]]})
     with pytest.raises(ShardingError, match="twice on rank"):
         spread.rearrange_experts(placements={path: sorted(placed)})
     with pytest.MonkeyPatch.context() as patch:
@@ -240,6 +246,19 @@ def test_an_adapter_is_loaded_to_the_new_places(
     assert adapted(spread) == tuned
 
 
+def test_all_ranks_take_what_the_first_one_was_given(
+    spread: LLM, monkeypatch: pytest.MonkeyPatch, expected: Any
+) -> None:
+    """Where each makes the call; and placements may be tensors."""
+    draw, old = random.Random(6), spread.expert_placements()
+    first, own = ({path: drawn(draw, old[path]) for path in old} for _ in range(2))
+    given = {path: torch.tensor(placed) for path, placed in first.items()}
+    monkeypatch.setattr(spread.executor, "of_first", lambda _: (None, given))
+    spread.rearrange_experts(placements=own)
+    assert spread.expert_placements() == {path: tuple(placed) for path, placed in first.items()}
+    assert tokens(spread) == expected
+
+
 def test_experts_of_pipeline_stages_move(folder: Path, alone: LLM, expected: Any) -> None:
     """Within each stage; layers have the order of the model, not that of ranks."""
     with engine(folder, pipeline_parallel_size=2, **SPREAD) as llm:
@@ -258,9 +277,19 @@ def test_experts_of_pipeline_stages_move(folder: Path, alone: LLM, expected: Any
 def test_a_rank_that_fails_while_experts_move_is_named(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests end with the reason, and nothing is computed with a mixture."""
+    """Requests end with the reason, and nothing is computed with a mixture.
+
+    If it goes on, others know at once, and loading heals: here a sharded state, which has an order.
+    """
     folder = write(tmp_path / "mixtral", "mixtral")
-    with engine(folder, load_config={"timeout": 4.0}, **SPREAD) as llm:
+    if fault == "raise":
+        config = ModelConfig(model=str(folder), enable_expert_parallel=True)
+        shard(config, 2, folder := tmp_path / "sharded")
+        with pytest.raises(UnsupportedModelError, match=r"sharded state, .*each expert once"):
+            engine(folder, num_redundant_experts=1, **SPREAD)
+    limit = 60.0 if fault == "raise" else 4.0
+    with engine(folder, load_config={"timeout": limit}, **SPREAD) as llm:
+        expected, placements = tokens(llm), llm.expert_placements()
         pid = llm.executor._ranks.processes._processes[1].pid
         right, calls = worker_experts.exchange_boxes, []
 
@@ -274,8 +303,19 @@ def test_a_rank_that_fails_while_experts_move_is_named(
 
         monkeypatch.setattr(worker_experts, "exchange_boxes", faulty)
         message = "no memory for what moves|rank 1|rank 0"
+        begin = time.monotonic()
         with pytest.raises((RankError, MemoryError), match=message):
             move(llm, random.Random(5))
+        assert time.monotonic() - begin < 30
         assert len(calls) == 2
         with pytest.raises((RankError, RuntimeError)):
             tokens(llm)
+        if fault == "raise":
+            llm.reload_weights()
+            assert tokens(llm) == expected
+            assert move(llm, random.Random(5)) > 0
+            counts = llm.expert_counts()
+            llm.sleep(level=2)
+            llm.wake_up()
+            assert (llm.expert_placements(), llm.expert_counts()) == (placements, counts)
+            assert tokens(llm) == expected

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from vllm_module.base.process_groups import private_group
 from vllm_module.config import QuantizationConfig
 from vllm_module.cooperative import moving
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import RankError
 from vllm_module.layers import FusedMoE
@@ -29,7 +30,7 @@ from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import Rules, online_rules, quantize
 from vllm_module.quantization.mxfp4 import MXFP4Method
 from vllm_module.runtime.ranks import worker_experts
-from vllm_module.runtime.ranks.worker_experts import move_experts
+from vllm_module.runtime.ranks.worker_experts import forget_sources, move_experts
 from vllm_module.testing import random_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -152,6 +153,28 @@ def test_what_moved_is_what_a_load_gives(kind: str) -> None:
     draw = random.Random(kind)
     for size, places in ((2, 6), (3, 6), (7, 6), (2, 7), (3, 9)):
         check(kind, size, places, draw)
+
+
+def test_only_what_moved_loses_its_digests() -> None:
+    """The digests of what other layers cast stay, by which updates are compared."""
+
+    class Model(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.other = (
+                built(0, 2, [*range(EXPERTS)]),
+                built(0, 2, [1, 0, 2, 3, 4, 5]),
+            )
+
+    model = Model()
+    model.keep_digests = True
+    weights = random_weights(model.expected_weights(), seed=1)
+    model.load_weights({name: each.bfloat16() for name, each in weights.items()})
+    sources = dict(model.load_state.sources)
+    forget_sources(model, ["experts"])
+    kept = {name: each for name, each in sources.items() if name.startswith("other.")}
+    assert model.load_state.sources == kept
+    assert 0 < len(kept) < len(sources)
 
 
 def in_turn(right: Any) -> Any:

@@ -269,9 +269,9 @@ class Worker(WorkerExperts):
                 warm_up(logits[:1])
             torch.cuda.synchronize()
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
-        self._shape = num_pages, host_pages, max_model_len
-        if config.enable_eplb:
+        if config.enable_eplb and self._shape is None:
             self.count_experts()  # from zero, after steps that were tried
+        self._shape = num_pages, host_pages, max_model_len
         # What stages send each other is part of no graph.
         if on_gpu and not config.enforce_eager and self._pipe is None:
             self.runner.capture(config.max_num_batched_tokens)

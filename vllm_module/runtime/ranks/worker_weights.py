@@ -27,16 +27,20 @@ from vllm_module.adapters import (
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
 from vllm_module.build.held import held_tensors, load_from, load_held
-from vllm_module.build.model_source import ModelSource
+from vllm_module.build.model_source import ModelSource, OpenWeights
 from vllm_module.config import EngineConfig
 from vllm_module.core.fill import Fill, refuse_nan
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.state import refuse_to_run
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.lora_slots import AdapterSlots
+from vllm_module.layers.placed_experts import PlacedExperts
+from vllm_module.runtime.held_file import forget_layout
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight
+from vllm_module.weights.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     from vllm_module.runtime.replica import WeightServer
@@ -271,7 +275,7 @@ class WorkerWeights:
                         "have changed since: update_weights with a whole checkpoint, or "
                         "reload_weights() to take the changed ones"
                     )
-                load_from(self.model, checkpoint)
+                self._load(checkpoint)
                 self._took_update = True
         self._awake(caches="kv_cache" in tags)
 
@@ -279,10 +283,32 @@ class WorkerWeights:
     def reload_weights(self) -> None:
         """Load the source's weights, whatever the model has, and allocate the caches."""
         with self.source.open() as checkpoint:
+            self._load(checkpoint)
             self.fingerprint = checkpoint.fingerprint
-            load_from(self.model, checkpoint)
         self._took_update = True
         self._awake()
+
+    def _load(self, checkpoint: OpenWeights) -> None:
+        """Load all weights. Where experts have moved, a sharded state has them in order."""
+        layers = [each for each in self.model.modules() if isinstance(each, PlacedExperts)]
+        moved = [each for each in layers if each.experts.placement is not None]
+        if isinstance(checkpoint, ShardedState) and moved:
+            if self._adapters:
+                raise UnsupportedModelError(
+                    f"{self.source.name} has the experts of each rank in order, and adapters have "
+                    "parts beside the experts as they were moved: unload_adapter them first"
+                )
+            lacking = ModelNotReadyError("experts are in order, and their weights were not loaded")
+            refuse_to_run(self.model, lacking)
+            for each in moved:
+                each.place_experts(None)
+            self.forget_places()
+        load_from(self.model, checkpoint)
+
+    def forget_places(self) -> None:
+        """Take anew what is made of the places of experts, when it is asked for."""
+        forget_layout(self.model)
+        self._adapter_plans = None
 
     def _awake(self, *, caches: bool = True) -> None:
         """Record that the model has weights; give adapters and freed caches memory again."""
