@@ -180,7 +180,8 @@ def test_what_cannot_be_is_refused(spread: LLM, alone: LLM, folder: Path, expect
     ]:
         with pytest.raises((ValueError, ShardingError), match=message):
             spread.rearrange_experts(**wrong)
-    for kind, number in (("float", 1.0), ("bool", True), ("torch.float32", torch.tensor(1.0))):
+    kinds: dict[str, Any] = {"float": 1.0, "bool": True, "torch.float32": torch.tensor(1.0)}
+    for kind, number in kinds.items():
         with pytest.raises(ValueError, match=f"as integers, got .* of type {kind}"):
             spread.rearrange_experts(placements={path: [number, *placed[1:]]})
     with pytest.raises(ShardingError, match="twice on rank"):
@@ -293,7 +294,7 @@ def test_a_rank_that_fails_while_experts_move_is_named(
         pid = llm.executor._ranks.processes._processes[1].pid
         right, calls = worker_experts.exchange_boxes, []
 
-        def faulty(*given: Any, **named: Any) -> int:
+        def faulty(*given: Any, **named: Any) -> Any:
             calls.append(None)
             if len(calls) == 2:  # of the second layer
                 if fault == "raise":

@@ -27,7 +27,7 @@ from vllm_module.adapters import (
 from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable
 from vllm_module.build.held import held_tensors, load_from, load_held
-from vllm_module.build.model_source import ModelSource, OpenWeights
+from vllm_module.build.model_source import ModelSource
 from vllm_module.config import EngineConfig
 from vllm_module.core.fill import Fill, refuse_nan
 from vllm_module.core.module import vLLMModule
@@ -40,6 +40,7 @@ from vllm_module.runtime.held_file import forget_layout
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight
+from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.sharded_state import ShardedState
 
 if TYPE_CHECKING:
