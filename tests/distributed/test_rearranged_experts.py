@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import runpy
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from vllm_module import LLM
-from vllm_module.errors import RankError, ShardingError
+from vllm_module import LLM, SamplingParams
+from vllm_module.adapters import Adapter, adapter_config
+from vllm_module.config import ModelConfig
+from vllm_module.errors import RankError, ShardingError, UnsupportedModelError
+from vllm_module.export.sharded_state import shard
 from vllm_module.runtime.ranks import worker_experts
+from vllm_module.testing import random_weights
 from vllm_module.weights.changes import Changes
 from vllm_module.weights.digests import digest_weight
 
@@ -174,6 +180,10 @@ def test_what_cannot_be_is_refused(spread: LLM, alone: LLM, folder: Path, expect
     ]:
         with pytest.raises((ValueError, ShardingError), match=message):
             spread.rearrange_experts(**wrong)
+    kinds: dict[str, Any] = {"float": 1.0, "bool": True, "torch.float32": torch.tensor(1.0)}
+    for kind, number in kinds.items():
+        with pytest.raises(ValueError, match=f"as integers, got .* of type {kind}"):
+            spread.rearrange_experts(placements={path: [number, *placed[1:]]})
     with pytest.raises(ShardingError, match="twice on rank"):
         spread.rearrange_experts(placements={path: sorted(placed)})
     with pytest.MonkeyPatch.context() as patch:
@@ -191,19 +201,63 @@ def test_what_cannot_be_is_refused(spread: LLM, alone: LLM, folder: Path, expect
 
 
 def test_other_ways_to_load_know_the_places(spread: LLM, folder: Path, expected: Any) -> None:
-    """Sleep, loading again, and a replica that loads from what has moved."""
+    """Sleep, loading again, and a replica that loads from a server that was there before."""
+    opened = spread.serve_weights()
     move(spread, random.Random(3))
     placed = spread.expert_placements()
+    with opened as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_MODULE_REPLICA_TOKEN", server.token)
+        with engine(server.url, block_size=4) as llm:
+            assert llm.digest().tensors == stored(load_file(folder / "model.safetensors"))
+            assert tokens(llm) == expected
     spread.sleep(level=2)
     spread.wake_up()
     assert tokens(spread) == expected
     spread.reload_weights()
     assert spread.expert_placements() == placed
     assert tokens(spread) == expected
-    with spread.serve_weights() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_MODULE_REPLICA_TOKEN", server.token)
-        with engine(server.url, block_size=4) as llm:
-            assert tokens(llm) == expected
+
+
+def test_an_adapter_is_loaded_to_the_new_places(
+    spread: LLM, alone: LLM, tmp_path: Path, expected: Any
+) -> None:
+    """Also one that was loaded before the move, and had to be unloaded for it."""
+    settings = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 8,
+        "target_modules": ["w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"],
+    }  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    config = adapter_config(settings, "settings")
+    parts = Adapter(alone.executor.worker.model, config).expected_weights()
+    weights = {name: each * 20 for name, each in random_weights(parts, seed=5).items()}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    asked = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+    def adapted(llm: LLM) -> Any:
+        llm.load_adapter("mine", tmp_path)
+        found = llm.generate(PIPELINE["PROMPTS"], asked, use_tqdm=False, lora_request="mine")
+        llm.unload_adapter("mine")
+        return [list(each.outputs[0].token_ids) for each in found]
+
+    tuned = adapted(alone)
+    assert tuned != [each[0][:6] for each in expected]
+    for seed in (8, 9):
+        assert adapted(spread) == tuned
+        move(spread, random.Random(seed))
+    assert adapted(spread) == tuned
+
+
+def test_all_ranks_take_what_the_first_one_was_given(
+    spread: LLM, monkeypatch: pytest.MonkeyPatch, expected: Any
+) -> None:
+    """Where each makes the call; and placements may be tensors."""
+    draw, old = random.Random(6), spread.expert_placements()
+    first, own = ({path: drawn(draw, old[path]) for path in old} for _ in range(2))
+    given = {path: torch.tensor(placed) for path, placed in first.items()}
+    monkeypatch.setattr(spread.executor, "of_first", lambda _: (None, given))
+    spread.rearrange_experts(placements=own)
+    assert spread.expert_placements() == {path: tuple(placed) for path, placed in first.items()}
+    assert tokens(spread) == expected
 
 
 def test_experts_of_pipeline_stages_move(folder: Path, alone: LLM, expected: Any) -> None:
@@ -224,13 +278,23 @@ def test_experts_of_pipeline_stages_move(folder: Path, alone: LLM, expected: Any
 def test_a_rank_that_fails_while_experts_move_is_named(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests end with the reason, and nothing is computed with a mixture."""
+    """Requests end with the reason, and nothing is computed with a mixture.
+
+    If it goes on, others know at once, and loading heals: here a sharded state, which has an order.
+    """
     folder = write(tmp_path / "mixtral", "mixtral")
-    with engine(folder, load_config={"timeout": 4.0}, **SPREAD) as llm:
+    if fault == "raise":
+        config = ModelConfig(model=str(folder), enable_expert_parallel=True)
+        shard(config, 2, folder := tmp_path / "sharded")
+        with pytest.raises(UnsupportedModelError, match=r"sharded state, .*each expert once"):
+            engine(folder, num_redundant_experts=1, **SPREAD)
+    limit = 60.0 if fault == "raise" else 4.0
+    with engine(folder, load_config={"timeout": limit}, **SPREAD) as llm:
+        expected, placements = tokens(llm), llm.expert_placements()
         pid = llm.executor._ranks.processes._processes[1].pid
         right, calls = worker_experts.exchange_boxes, []
 
-        def faulty(*given: Any, **named: Any) -> int:
+        def faulty(*given: Any, **named: Any) -> Any:
             calls.append(None)
             if len(calls) == 2:  # of the second layer
                 if fault == "raise":
@@ -240,8 +304,19 @@ def test_a_rank_that_fails_while_experts_move_is_named(
 
         monkeypatch.setattr(worker_experts, "exchange_boxes", faulty)
         message = "no memory for what moves|rank 1|rank 0"
+        begin = time.monotonic()
         with pytest.raises((RankError, MemoryError), match=message):
             move(llm, random.Random(5))
+        assert time.monotonic() - begin < 30
         assert len(calls) == 2
         with pytest.raises((RankError, RuntimeError)):
             tokens(llm)
+        if fault == "raise":
+            llm.reload_weights()
+            assert tokens(llm) == expected
+            assert move(llm, random.Random(5)) > 0
+            counts = llm.expert_counts()
+            llm.sleep(level=2)
+            llm.wake_up()
+            assert (llm.expert_placements(), llm.expert_counts()) == (placements, counts)
+            assert tokens(llm) == expected

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from vllm_module.base.process_groups import private_group
 from vllm_module.config import QuantizationConfig
 from vllm_module.cooperative import moving
+from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, tensor_parallel
-from vllm_module.errors import RankError
+from vllm_module.errors import RankError, UnsupportedModelError
 from vllm_module.layers import FusedMoE
 from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.layout import transfer
@@ -29,8 +31,10 @@ from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import Rules, online_rules, quantize
 from vllm_module.quantization.mxfp4 import MXFP4Method
 from vllm_module.runtime.ranks import worker_experts
-from vllm_module.runtime.ranks.worker_experts import move_experts
+from vllm_module.runtime.ranks.worker_experts import forget_sources, move_experts
+from vllm_module.runtime.ranks.worker_weights import WorkerWeights
 from vllm_module.testing import random_weights
+from vllm_module.weights.sharded_state import ShardedState
 
 Tensors = dict[str, torch.Tensor]
 
@@ -152,6 +156,38 @@ def test_what_moved_is_what_a_load_gives(kind: str) -> None:
     draw = random.Random(kind)
     for size, places in ((2, 6), (3, 6), (7, 6), (2, 7), (3, 9)):
         check(kind, size, places, draw)
+
+
+def test_only_what_moved_loses_its_digests() -> None:
+    """The digests of what other layers cast stay, by which updates are compared."""
+
+    class Model(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.other = (
+                built(0, 2, [*range(EXPERTS)]),
+                built(0, 2, [1, 0, 2, 3, 4, 5]),
+            )
+
+    model = Model()
+    model.keep_digests = True
+    weights = random_weights(model.expected_weights(), seed=1)
+    model.load_weights({name: each.bfloat16() for name, each in weights.items()})
+    sources = dict(model.load_state.sources)
+    forget_sources(model, ["experts"])
+    kept = {name: each for name, each in sources.items() if name.startswith("other.")}
+    assert model.load_state.sources == kept
+    assert 0 < len(kept) < len(sources)
+
+
+def test_adapters_hold_the_places_that_they_were_loaded_to() -> None:
+    """A sharded state, which has experts in order, is not loaded under them."""
+    layer, order = built(0, 2, [1, 0, 2, 3, 4, 5]), (1, 0, 2, 3, 4, 5)
+    source = SimpleNamespace(name="state")
+    worker: Any = SimpleNamespace(model=layer, source=source, _adapters={1: None})
+    with pytest.raises(UnsupportedModelError, match="unload_adapter them first"):
+        WorkerWeights._load(worker, object.__new__(ShardedState))
+    assert layer.experts.placement == order
 
 
 def in_turn(right: Any) -> Any:

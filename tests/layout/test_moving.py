@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from vllm_module.base.process_groups import private_group
-from vllm_module.cooperative import receive_boxes, send_boxes
+from vllm_module.cooperative import moving, receive_boxes, send_boxes
 from vllm_module.distributed import tensor_parallel
 from vllm_module.layers import MergedColumnParallelLinear
 from vllm_module.layout import TransferPlan
 from vllm_module.testing import random_weights
 
 LIMIT = 10.0
+SIMULATED = runpy.run_path(str(Path(__file__).parents[1] / "runtime" / "simulated_device.py"))
 
 
 def fused(rank: int, size: int) -> MergedColumnParallelLinear:
@@ -44,3 +48,37 @@ def test_a_slot_in_the_middle_of_a_parameter_is_sent() -> None:
     assert arrived.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(arrived[name], tensor, rtol=0, atol=0)
+
+
+def test_a_rank_without_memory_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails here is raised as it is, before anything is sent."""
+
+    def no_memory(box: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory for a message")
+
+    weights = random_weights(fused(0, 1).expected_weights(), seed=1)
+    source = fused(0, 1).plan_weights(weights).layout(1)
+    plan = TransferPlan(source, source)
+    layer = fused(0, 1)
+    layer.load_weights(weights)
+    monkeypatch.setattr(moving, "bytes_of", no_memory)
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        group = private_group(store, rank, 2, torch.device("cpu"), timedelta(seconds=LIMIT))
+        if rank == 0:
+            with pytest.raises(torch.OutOfMemoryError):
+                send_boxes(plan, source, dict(layer.named_parameters()), group=group, timeout=1)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
+
+
+def test_boxes_of_a_device_are_joined_on_the_host() -> None:
+    """A copy of all of them on the device might not fit there."""
+    device = SIMULATED["SimulatedDevice"]()
+    with device.present():
+        parts = [torch.full((3,), at, dtype=torch.uint8, device="cuda") for at in range(4)]
+        message = moving.packed([(None, at) for at in range(4)], lambda _, at: parts[at])  # type: ignore[misc]
+    assert message.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert "cat" not in device.operators

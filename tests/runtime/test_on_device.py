@@ -18,8 +18,10 @@ from triton.runtime.interpreter import GridExecutor
 from vllm_module import LLM, SamplingParams
 from vllm_module.kernels.rows import act_and_mul
 from vllm_module.layers import RMSNorm
+from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.runtime import engine
 from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.ranks.worker_experts import WorkerExperts
 from vllm_module.runtime.sampling import sampler
 from vllm_module.runtime.sampling.row import Row
 from vllm_module.runtime.sampling.token_counts import TokenCounts
@@ -111,6 +113,29 @@ def test_an_engine_starts_and_serves(folders: Any, name: str) -> None:
     expected = generated(folder, GREEDY, device="cpu", kv_cache_memory_bytes=1 << 20, **options)
     with on_device():
         assert generated(folder, GREEDY, device="cuda", **options) == expected
+
+
+def test_tokens_of_captures_are_not_counted(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts' counts begin with requests, and stay while the engine sleeps."""
+
+    def layers(worker: Any) -> dict[str, Any]:  # though they are on one rank
+        named = worker.model.named_modules()
+        return {path: each for path, each in named if isinstance(each, PlacedExperts)}
+
+    monkeypatch.setattr(WorkerExperts, "_layers", layers)
+    options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "dtype": "float32"}
+    with (
+        on_device(),
+        LLM(folders("qwen3-moe"), skip_tokenizer_init=True, enable_eplb=True, **options) as llm,
+    ):
+        counts = llm.expert_counts()
+        assert {sum(each) for each in counts.values()} == {0}
+        llm.generate([{"prompt_token_ids": PROMPTS[0]}], GREEDY, use_tqdm=False)
+        counts = llm.expert_counts()
+        assert all(sum(each) for each in counts.values())
+        llm.sleep()
+        llm.wake_up()
+        assert llm.expert_counts() == counts
 
 
 def test_every_operation_is_launched(folders: Any) -> None:

@@ -98,6 +98,11 @@ class ModelSource:
         )
         config = read_config(source.folder, model)
         is_sharded = getattr(source, "load_format", None) == "sharded_state"
+        if is_sharded and model.num_redundant_experts:
+            raise UnsupportedModelError(
+                f"{printable(source.folder)} is a sharded state, which has each expert once: leave "
+                "num_redundant_experts out, or load the original checkpoint"
+            )
         manifest = read_manifest(source.folder) if is_sharded else None
         model = model if manifest is None else manifest.settle(model, config)
         stored = getattr(config, "quantization_config", None)

@@ -12,7 +12,8 @@ In a move in place each rank is of both layouts, and its number is the group's.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -41,6 +42,7 @@ _TAG = 1 << 21  # tag of the first stage's messages
 _DIGEST = 16  # bytes
 _Held: TypeAlias = dict[str, list[HeldValues]]  # by name
 _Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by name and number of the box
+_Boxes: TypeAlias = dict[int, list[tuple[Moved, int]]]  # tensors and numbers of boxes, by rank
 
 
 def send_boxes(
@@ -144,11 +146,14 @@ def exchange_boxes(
     *,
     group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
-) -> int:
-    """Move what this rank and others hold from one layout to the other, in place.
+) -> Generator[None, None, int]:
+    """Move what this rank and others hold from one layout to the other, in place, in steps.
 
     Of each parameter all boxes have arrived before one is written: it may lie where another was.
     Each box of the target is one of the source's, in another place.
+
+    It yields when it has all memory to move a parameter, before it sends anything. A rank that goes
+    on then waits for what others send: let ranks agree that all of them have come so far.
 
     Args:
         plan: from ``source`` to ``target``, made with ``in_place``; the same on every rank.
@@ -173,16 +178,20 @@ def exchange_boxes(
         def read(each: Moved, number: int, held: _Held = held) -> torch.Tensor:
             return part_of(each, number, held[each.name])
 
-        arrived = moving.stage(batch, SENT, read)
-        received += sum(values.nbytes for values in arrived.values())
-        of_name = {each.name: each for each in batch}
+        of_name, own = {each.name: each for each in batch}, dict[tuple[str, int], torch.Tensor]()
+        going, coming = moving.messages(batch, SENT)
+        outgoing = {peer: packed(boxes, read) for peer, boxes in going.items()}
         for name, each in of_name.items():
             if boxes_on(source, each, rank) == boxes_on(target, each, rank):
                 continue  # where they were
             for hop in each.hops(each.route.sent):
                 if hop.source == hop.target == rank:
-                    arrived[name, hop.box] = read(each, hop.box).clone()
+                    own[name, hop.box] = read(each, hop.box).clone()
         held.clear()
+        yield
+        arrived = moving.transfer(SENT, coming, going, outgoing.__getitem__)
+        received += sum(values.nbytes for values in arrived.values())
+        arrived |= own
         for (name, number), values in arrived.items():
             write_box(target, of_name[name], number, values, rank, tensors)
     return received
@@ -259,59 +268,81 @@ class _Moving:
 
     def stage(self, batch: Sequence[Moved], stage: int, read: _Read) -> _Values:
         """Send and receive the boxes of the hops of a stage; return those that arrive here."""
-        first = self._first[stage]
-        going: dict[int, list[tuple[Moved, int]]] = {}
-        coming: dict[int, list[tuple[Moved, int]]] = {}
+        going, coming = self.messages(batch, stage)
+        return self.transfer(stage, coming, going, lambda peer: packed(going[peer], read))
+
+    def messages(self, batch: Sequence[Moved], stage: int) -> tuple[_Boxes, _Boxes]:
+        """Return the boxes that go to each rank and those that come, by the rank's number."""
+        source_at, target_at = self._first[stage]
+        going: _Boxes = {}
+        coming: _Boxes = {}
         for each in batch:
             for hop in each.hops(each.route.stage(stage)):
-                source, target = hop.source + first[0], hop.target + first[1]
+                source, target = hop.source + source_at, hop.target + target_at
                 if source == target:
                     continue
                 if source == self.rank:
                     going.setdefault(target, []).append((each, hop.box))
                 elif target == self.rank:
                     coming.setdefault(source, []).append((each, hop.box))
-        tag = _TAG + first[0] * 2 + first[1]
+        return going, coming
+
+    def transfer(
+        self, stage: int, coming: _Boxes, going: _Boxes, message_to: Callable[[int], torch.Tensor]
+    ) -> _Values:
+        """Send messages, which ``message_to`` returns, and return the boxes that arrive here."""
+        first = self._first[stage]
+        of: dict[str, Any] = {"group": self.group, "tag": _TAG + first[0] * 2 + first[1]}
+        limit = timedelta(seconds=self.timeout)
         senders = [peer for peer in self._peers[stage] if peer in coming]
         heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in senders}
+        room = {
+            peer: torch.empty(sum(nbytes_of(*box) for box in coming[peer]), dtype=torch.uint8)
+            for peer in senders
+        }
         values: _Values = {}
         comes: list[tuple[int, Any]] = []
-        sent: list[tuple[int, Any]] = []
-        of: dict[str, Any] = {"group": self.group, "tag": tag}
-        limit = timedelta(seconds=self.timeout)
-        peer = self.rank
-        try:
-            for peer, head in heads.items():
+        sent: list[tuple[int, list[tuple[Moved, int]], Any]] = []
+        for peer, head in heads.items():
+            with self._naming(peer, coming[peer]):
                 comes.append((peer, dist.irecv(head, group_src=peer, **of)))
-            for peer in self._peers[stage]:
-                if boxes := going.get(peer):
-                    parts = [bytes_of(read(each, number)) for each, number in boxes]
-                    memory = torch.cat(parts).cpu()
-                    for part in (self._head(boxes), memory):
-                        sent.append((peer, dist.isend(part, group_dst=peer, **of)))
-            messages = []
-            for peer, work in comes:
+        for peer in self._peers[stage]:
+            if boxes := going.get(peer):
+                memory = message_to(peer)
+                for part in (self._head(boxes), memory):
+                    with self._naming(peer, boxes):
+                        sent.append((peer, boxes, dist.isend(part, group_dst=peer, **of)))
+        messages = []
+        for peer, work in comes:
+            with self._naming(peer, coming[peer]):
                 _wait(work, limit)
-                boxes = coming[peer]
-                # Before the receive is posted: gloo ends a process that gets more than it expects.
-                self._check_head(peer, heads[peer], boxes)
-                message = torch.empty(sum(nbytes_of(*box) for box in boxes), dtype=torch.uint8)
-                messages.append((peer, dist.irecv(message, group_src=peer, **of), message))
-            for peer, work, message in messages:
+            # Before the receive is posted: gloo ends a process that gets more than it expects.
+            self._check_head(peer, heads[peer], coming[peer])
+            with self._naming(peer, coming[peer]):
+                messages.append((peer, dist.irecv(room[peer], group_src=peer, **of)))
+        for peer, work in messages:
+            with self._naming(peer, coming[peer]):
                 _wait(work, limit)
-                values |= _unpacked(message, coming[peer])
-            for peer, work in sent:  # noqa: B007  # the error below names it
+            values |= _unpacked(room.pop(peer), coming[peer])
+        for peer, boxes, work in sent:
+            with self._naming(peer, boxes):
                 _wait(work, limit)
+        return values
+
+    @contextmanager
+    def _naming(self, peer: int, boxes: Sequence[tuple[Moved, int]]) -> Iterator[None]:
+        """Say that it is ``peer`` if a message fails. What fails on this rank alone is no part."""
+        try:
+            yield
         except RuntimeError as error:
             how = (
                 f"rank {peer} ended, left or hangs, while weights moved between it and rank "
-                f"{self.rank}, the first of them {printable_name(batch[0].name)}. Use another "
+                f"{self.rank}, the first of them {printable_name(boxes[0][0].name)}. Use another "
                 f"process group, and send all weights again: {describe_error(error)}"
             )
             if self.rank < self.first_target:
                 raise RankError(how, [peer]) from error
             raise WeightReadError(how) from error  # no rank of the engine has failed
-        return values
 
     def _head(self, boxes: Sequence[tuple[Moved, int]]) -> torch.Tensor:
         """Return the digests of this rank's version, and of the boxes of a message."""
@@ -334,6 +365,11 @@ class _Moving:
             f"{printable_name(boxes[0][0].name)}: it is late, sends twice, or has other "
             "layouts. Use another process group, and send all weights again"
         )
+
+
+def packed(boxes: Sequence[tuple[Moved, int]], read: _Read) -> torch.Tensor:
+    """Return the message of boxes, in host memory: on a device, they have no second copy."""
+    return torch.cat([bytes_of(read(each, number)).cpu() for each, number in boxes])
 
 
 def _unpacked(message: torch.Tensor, boxes: Sequence[tuple[Moved, int]]) -> _Values:

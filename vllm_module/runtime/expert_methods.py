@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from vllm_module.base.messages import describe_error, shorten
 from vllm_module.parameters import Experts
@@ -63,16 +66,18 @@ class ExpertMethods:
 
         Raises:
             ValueError: no experts are spread over ranks, other layers or experts are counted,
-                none are counted here, or adapters are loaded.
+                none are counted here, adapters are loaded, or a placement has no integers.
             ShardingError: an expert has no place, or two on one rank.
             RuntimeError: the engine sleeps.
             RankError: a rank ended or hangs. The engine has ended then.
 
         """
-        if counts is not None and placements is not None:
-            raise ValueError("rearrange_experts takes either counts of tokens or placements")
         with self._changing():
             self._check_whole()
+            # Where every rank makes this call, each might have been given others.
+            counts, placements = self.executor.of_first((counts, placements))
+            if counts is not None and placements is not None:
+                raise ValueError("rearrange_experts takes either counts of tokens or placements")
             experts = self._experts()
             if not experts:
                 raise ValueError(
@@ -139,6 +144,20 @@ def _balanced(experts: Mapping[str, Experts], counts: Any) -> dict[str, tuple[in
     }
 
 
+def _number(path: str, value: Any) -> int:
+    """Return an expert's number as Python's, from which layouts and tables are made."""
+    kind = getattr(value, "dtype", type(value))
+    try:
+        if kind in (bool, torch.bool):  # as tensors and numpy arrays have them, too
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"a placement of {path} should have numbers of experts as integers, got "
+            f"{shorten(value)} of type {getattr(kind, '__name__', kind)}"
+        ) from None
+
+
 def _checked(
     experts: Mapping[str, Experts], placements: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
@@ -150,7 +169,7 @@ def _checked(
                 f"{', '.join(list(experts)[:4])}"
             )
         own = experts[path]
-        new = replace(own, placement=tuple(placement))
+        new = replace(own, placement=tuple(_number(path, each) for each in placement))
         if new.places != own.places:
             raise ValueError(f"{path} has {own.places} places for experts, got {new.places}")
         checked[path] = _placement(new)

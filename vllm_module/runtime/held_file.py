@@ -82,6 +82,10 @@ class ServedFile:
     def check(self) -> None:
         """Raise ``RuntimeError`` while there are no whole weights."""
 
+    def current(self) -> ServedFile:
+        """Return the file of what is held now: another one, if other tensors lie there since."""
+        return self
+
     def read(self, begin: int, end: int, changes: int) -> Iterator[memoryview]:
         """Yield the bytes from ``begin`` to ``end``, parameters' own memory where it has them.
 
@@ -118,7 +122,7 @@ class HeldBoxes(ServedFile):
     def __init__(self, model: nn.Module, check: Callable[[], None]) -> None:
         layout, rank = _layout(model)
         self.check = check  # type: ignore[method-assign]
-        self._model = model
+        self._model, self._layout, self._latest = model, layout, self
         self._boxes: dict[str, tuple[str, HeldBox]] = {}  # with the path of the parameter
         for name, entry, expert in layout.names():
             for ranks, box in layout.held_by(entry, expert):
@@ -130,6 +134,12 @@ class HeldBoxes(ServedFile):
             (name, tuple(box.size), _tensor(model, path).dtype, True)
             for name, (path, box) in self._boxes.items()
         )
+
+    def current(self) -> HeldBoxes:
+        """Return a file of the places that experts have now."""
+        if self._latest._layout is not _layout(self._model)[0]:
+            self._latest = HeldBoxes(self._model, self.check)
+        return self._latest
 
     def _bytes(self, tensor: ServedTensor, first: int, last: int, changes: int) -> memoryview:
         path, box = self._boxes[tensor.name]

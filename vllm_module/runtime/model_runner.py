@@ -17,6 +17,7 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
 from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, upload
@@ -202,6 +203,8 @@ class ModelRunner:
         packed = pack(parts, self.device)
         self._static[: len(packed)].copy_(packed)
         *step, slots, _, _, _ = unpack(self._static, parts)
+        layers = [each for each in self.model.modules() if isinstance(each, PlacedExperts)]
+        counts = [(each.counts, each.counts.clone()) for each in layers if each.counts is not None]
         # The first run compiles kernels and allocates the libraries' workspaces.
         self._compute(kind, step, slots)
         torch.cuda.synchronize(self.device)
@@ -218,6 +221,9 @@ class ModelRunner:
             _log.warning("%s%s: no CUDA graphs, because of %s", what, of_adapters, error)
             self._without.add(kind)
             return False
+        finally:
+            for counted, before in counts:  # no request has these tokens
+                counted.copy_(before)
         self._graphs[kind, size] = graph
         return True
 

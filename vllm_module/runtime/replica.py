@@ -115,7 +115,8 @@ class WeightServer:
     def size_of(self, name: str) -> int | None:
         """Return the bytes of a file; ``None`` if there is none."""
         if (file := self._files.get(name)) is not None:
-            return file.size
+            with self._weights.weights_lock:  # while experts move, no size is true
+                return file.current().size
         data = self._small.get(name)
         return None if data is None else len(data)
 
@@ -136,6 +137,7 @@ class WeightServer:
         if (file := self._files.get(name)) is None:
             yield self._small[name][begin:end]
             return
+        file = file.current()
         if not file.beside_steps:
             for first in range(begin, end, PIECE):
                 with self._weights.alone():
@@ -159,7 +161,7 @@ class WeightServer:
 
     def _checked(self, file: ServedFile, begin: int, end: int, tag: str) -> bytes:
         """Return a copy of some bytes. Call it while the weights cannot change."""
-        if self._closed or self.tag() != tag:
+        if self._closed or self.tag() != tag or file.current() is not file:
             raise ConnectionError(_CHANGED)
         file.check()
         return b"".join(file.read(begin, end, self._weights.weight_changes))
@@ -225,6 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(401, WWW_Authenticate="Bearer")
             return
         name = self.path.removeprefix("/")
+        tag = self.weights.tag()  # before the size: a tag that is refused later does no harm
         size = self.weights.size_of(name)
         if size is None:
             self._answer(404)
@@ -236,7 +239,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(416, Content_Range=f"bytes */{size}")
                 return
             begin, end, status = int(found[1]), min(size, int(found[2]) + 1), 206
-        tag = self.weights.tag()
         about = {"ETag": tag, "Content_Type": "application/octet-stream"}
         if status == 206:
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{size}"

@@ -31,7 +31,6 @@ from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_
 from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
 from vllm_module.runtime.ranks.worker_experts import WorkerExperts
-from vllm_module.runtime.ranks.worker_weights import WorkerWeights
 from vllm_module.runtime.sampling.sampler import warm_up
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
@@ -60,7 +59,7 @@ class SequenceMemory(NamedTuple):
     windows: frozenset[int | None]
 
 
-class Worker(WorkerWeights, WorkerExperts):
+class Worker(WorkerExperts):
     """Loads this rank's part of the model and runs steps on it.
 
     Args:
@@ -270,9 +269,9 @@ class Worker(WorkerWeights, WorkerExperts):
                 warm_up(logits[:1])
             torch.cuda.synchronize()
             _log.info("compiled kernels and tried them in %.1f s", time.monotonic() - begin)
-        self._shape = num_pages, host_pages, max_model_len
-        if config.enable_eplb:
+        if config.enable_eplb and self._shape is None:
             self.count_experts()  # from zero, after steps that were tried
+        self._shape = num_pages, host_pages, max_model_len
         # What stages send each other is part of no graph.
         if on_gpu and not config.enforce_eager and self._pipe is None:
             self.runner.capture(config.max_num_batched_tokens)

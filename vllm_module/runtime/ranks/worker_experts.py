@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from vllm_module.config import LoadConfig
 from vllm_module.cooperative import exchange_boxes
+from vllm_module.core.layout_of import layout_of_module
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.state import refuse_to_run
 from vllm_module.core.tree import state_of
-from vllm_module.distributed import ProcessGroup, TensorParallelGroup
+from vllm_module.distributed import ProcessGroup, TensorParallelGroup, together
 from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.layout import (
     HeldBox,
@@ -28,13 +29,12 @@ from vllm_module.layout import (
 )
 from vllm_module.layout.layout import EXPERT, FORMAT, VERSION
 from vllm_module.parameters import BasevLLMParameter, Experts
-from vllm_module.runtime.held_file import forget_layout
+from vllm_module.runtime.ranks.worker_weights import WorkerWeights, changes_weights
 
 
-class WorkerExperts:
+class WorkerExperts(WorkerWeights):
     """The methods of a worker on experts that are spread over ranks."""
 
-    model: vLLMModule
     load_config: LoadConfig
     _group: TensorParallelGroup
 
@@ -46,9 +46,8 @@ class WorkerExperts:
         """Count the tokens of each expert from zero."""
         for layer in self._layers().values():
             if layer.counts is None:
-                assert layer.places is not None
-                number, device = layer.experts.count + 1, layer.places.device
-                layer.counts = torch.zeros(number, dtype=torch.int64, device=device)
+                number = layer.experts.count + 1
+                layer.counts = torch.zeros(number, dtype=torch.int64, device=self.device)
             layer.counts.zero_()
 
     def expert_counts(self) -> dict[str, list[int]]:
@@ -63,6 +62,7 @@ class WorkerExperts:
             if isinstance(module, PlacedExperts) and module.experts.size > 1
         }
 
+    @changes_weights
     def rearrange_experts(self, placements: Mapping[str, tuple[int, ...]]) -> int:
         """Move the experts of layers to other places; return the bytes that came from other ranks.
 
@@ -73,20 +73,29 @@ class WorkerExperts:
                 stages have is passed over.
 
         """
-        received, layers, limit = 0, self._layers(), self.load_config.timeout
+        received, limit = 0, self.load_config.timeout
+        moved = {path: each for path, each in self._layers().items() if path in placements}
         group = self._group.group if isinstance(self._group, ProcessGroup) else None
         try:
-            for path, layer in layers.items():
-                if path in placements:
-                    received += move_experts(layer, placements[path], group, limit)
+            for path, layer in moved.items():
+                received += move_experts(layer, placements[path], group, limit)
         except BaseException as error:
             refuse_to_run(self.model, error, "experts that were moved")
+            for path, layer in moved.items():  # all ranks load to the same places afterwards
+                layer.place_experts(placements[path])
             raise
         finally:
-            forget_layout(self.model)
-        # Of what was quantized while it was loaded, other ranks have the digests.
-        state_of(self.model).sources.clear()
+            self.forget_places()
+        forget_sources(self.model, moved)
         return received
+
+
+def forget_sources(model: vLLMModule, layers: Collection[str]) -> None:
+    """Drop the digests kept of what ``layers`` have quantized or cast: other ranks have those."""
+    state, below = state_of(model), tuple(f"{path}." for path in layers)
+    names = layout_of_module(model).names() if state.sources else ()
+    others = {name for name, entry, _ in names if not entry.parameter.startswith(below)}
+    state.sources = {name: each for name, each in state.sources.items() if name in others}
 
 
 def move_experts(
@@ -97,20 +106,41 @@ def move_experts(
 ) -> int:
     """Move a layer's experts to other places, in place; return the bytes that came to this rank.
 
-    All ranks of ``group`` make this call, and a message may take ``timeout`` seconds. The values
-    are a mixture if it raises.
+    All ranks of ``group`` make this call, and a message may take ``timeout`` seconds. Before they
+    send a parameter, and at the end, they tell each other that none has failed. The values are a
+    mixture if it raises, on every rank.
     """
+    steps, received = _steps(layer, placement, group, timeout), None
+
+    def step() -> None:
+        nonlocal received
+        received = next(steps)
+
+    while received is None:
+        together(step, timeout=timeout, group=group, refusals=(Exception,))
+    return received
+
+
+def _steps(
+    layer: PlacedExperts,
+    placement: Sequence[int],
+    group: dist.ProcessGroup | None,
+    timeout: float,
+) -> Iterator[int | None]:
+    """Move experts; yield ``None`` where ranks have to agree to go on, and the bytes at the end."""
     source = held_layout(layer)
     layer.place_experts(placement)
     target = held_layout(layer)
     plan = TransferPlan(source, target, in_place=True)
     tensors: dict[str, torch.Tensor] = dict(layer.named_parameters())
-    received = exchange_boxes(plan, source, target, tensors, group=group, timeout=timeout)
+    received = yield from exchange_boxes(
+        plan, source, target, tensors, group=group, timeout=timeout
+    )
     modules: Any = layer.modules()
     for module in modules:
         for process in module.processing() if isinstance(module, vLLMModule) else ():
             process()
-    return received
+    yield received
 
 
 def held_layout(layer: PlacedExperts) -> Layout:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -31,30 +31,37 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.config import EngineConfig
 from vllm_module.core.fill import Fill, refuse_nan
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.state import refuse_to_run
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.lora_slots import AdapterSlots
+from vllm_module.layers.placed_experts import PlacedExperts
+from vllm_module.runtime.held_file import forget_layout
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight
+from vllm_module.weights.pairs import OpenWeights
+from vllm_module.weights.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     from vllm_module.runtime.replica import WeightServer
 
 SLEEPING = "weights", "kv_cache"  # what sleeps, by vLLM's names, in the order of waking up
 P = ParamSpec("P")
+T = TypeVar("T")
+W = TypeVar("W", bound="WorkerWeights")
 
 
-def _changes(
-    method: Callable[Concatenate[WorkerWeights, P], None],
-) -> Callable[Concatenate[WorkerWeights, P], None]:
+def changes_weights(
+    method: Callable[Concatenate[W, P], T],
+) -> Callable[Concatenate[W, P], T]:
     """Count a change of the weights, and hold the lock meanwhile."""
 
     @wraps(method)
-    def changing(worker: WorkerWeights, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def changing(worker: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with worker.weights_lock:
             worker.weight_changes += 1
-            method(worker, *args, **kwargs)
+            return method(worker, *args, **kwargs)
 
     return changing
 
@@ -92,7 +99,7 @@ class WorkerWeights:
         self._taken: dict[str, Weight] = {}  # of an update of an adapter
         self._has_slots = True  # False while the memory of slots is freed
 
-    @_changes
+    @changes_weights
     def update_weights(
         self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
     ) -> None:
@@ -208,7 +215,7 @@ class WorkerWeights:
             return str(error), self._took_update
         return None, self._took_update
 
-    @_changes
+    @changes_weights
     def sleep(self, level: int) -> None:
         """Free the memory of the caches, of the CUDA graphs, of the weights and of slots.
 
@@ -253,7 +260,7 @@ class WorkerWeights:
             attach(adapter, number, self._adapter_rows, self.config.max_lora_rank)
         self._has_slots = True
 
-    @_changes
+    @changes_weights
     def wake_up(self, tags: Collection[str] = SLEEPING) -> None:
         """Restore the weights of a sleeping rank, and allocate the caches, or one of the two.
 
@@ -269,18 +276,40 @@ class WorkerWeights:
                         "have changed since: update_weights with a whole checkpoint, or "
                         "reload_weights() to take the changed ones"
                     )
-                load_from(self.model, checkpoint)
+                self._load(checkpoint)
                 self._took_update = True
         self._awake(caches="kv_cache" in tags)
 
-    @_changes
+    @changes_weights
     def reload_weights(self) -> None:
         """Load the source's weights, whatever the model has, and allocate the caches."""
         with self.source.open() as checkpoint:
+            self._load(checkpoint)
             self.fingerprint = checkpoint.fingerprint
-            load_from(self.model, checkpoint)
         self._took_update = True
         self._awake()
+
+    def _load(self, checkpoint: OpenWeights) -> None:
+        """Load all weights. Where experts have moved, a sharded state has them in order."""
+        layers = [each for each in self.model.modules() if isinstance(each, PlacedExperts)]
+        moved = [each for each in layers if each.experts.placement is not None]
+        if isinstance(checkpoint, ShardedState) and moved:
+            if self._adapters:
+                raise UnsupportedModelError(
+                    f"{self.source.name} has the experts of each rank in order, and adapters have "
+                    "parts beside the experts as they were moved: unload_adapter them first"
+                )
+            lacking = ModelNotReadyError("experts are in order, and their weights were not loaded")
+            refuse_to_run(self.model, lacking)
+            for each in moved:
+                each.place_experts(None)
+            self.forget_places()
+        load_from(self.model, checkpoint)
+
+    def forget_places(self) -> None:
+        """Take anew what is made of the places of experts, when it is asked for."""
+        forget_layout(self.model)
+        self._adapter_plans = None
 
     def _awake(self, *, caches: bool = True) -> None:
         """Record that the model has weights; give adapters and freed caches memory again."""
