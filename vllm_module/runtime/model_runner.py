@@ -203,7 +203,8 @@ class ModelRunner:
         packed = pack(parts, self.device)
         self._static[: len(packed)].copy_(packed)
         *step, slots, _, _, _ = unpack(self._static, parts)
-        layers = [each for each in self.model.modules() if isinstance(each, PlacedExperts)]
+        modules: Any = getattr(self.model, "modules", tuple)()  # a function has none
+        layers = [each for each in modules if isinstance(each, PlacedExperts)]
         counts = [(each.counts, each.counts.clone()) for each in layers if each.counts is not None]
         # The first run compiles kernels and allocates the libraries' workspaces.
         self._compute(kind, step, slots)
