@@ -71,13 +71,15 @@ class LLM(
     Args:
         model: a folder, a GGUF file, a hub id or a URL, as in
             :class:`~vllm_module.config.ModelConfig`.
-        revision, dtype, quantization, max_model_len, hf_overrides, model_code, download_dir,
-            hf_token, enable_expert_parallel, num_redundant_experts, model_impl, trust_remote_code:
-            as in :class:`~vllm_module.config.ModelConfig`.
+        revision, dtype, quantization, max_model_len, hf_overrides: as in
+            :class:`~vllm_module.config.ModelConfig`.
+        model_code, download_dir, hf_token, model_impl, trust_remote_code: the same.
+        enable_expert_parallel, num_redundant_experts: the same.
         tokenizer, tokenizer_revision: a folder or hub id with the tokenizer and the chat template,
             instead of the model's.
         skip_tokenizer_init: read no tokenizer; prompts are token ids.
-        chat_template: a template, or the path of one, instead of the checkpoint's.
+        chat_template: a template, the path of one, or the name of another one of the
+            checkpoint's, instead of its default.
         seed: of requests that have none; ``None`` for random seeds.
         max_logprobs: most ``logprobs`` and ``prompt_logprobs`` of a request; -1 for no limit.
         generation_config: ``"vllm"`` ignores the sampling parameters of generation_config.json,
