@@ -235,7 +235,7 @@ def test_a_host_whose_command_fails(
 ) -> None:
     """The others are told its code, and end their ranks; one that ends well stops nobody."""
     ended = threading.Event()
-    monkeypatch.setattr(os, "kill", lambda *_: ended.set())
+    monkeypatch.setattr(os, "kill", lambda *_: ended.set())  # it would end the tests
     monkeypatch.setattr(host_watch, "BEAT", 0.05)
     monkeypatch.setattr(host_watch, "GRACE", 0.05)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -277,7 +277,7 @@ def test_a_host_that_is_stopped_with_its_store(
 ) -> None:
     """It is named by the others, whose requests wait without a limit, and they end."""
     ended, store = threading.Event(), HeldStore()
-    monkeypatch.setattr(os, "kill", lambda *_: ended.set())
+    monkeypatch.setattr(os, "kill", lambda *_: ended.set())  # it would end the tests
     for name, seconds in {"BEAT": 0.05, "GRACE": 0.05, "SILENCE": 3600.0, "LINGER": 0.2}.items():
         monkeypatch.setattr(host_watch, name, seconds)
     watch = host_watch.HostWatch(store, 1, {0: "zero"})
@@ -293,7 +293,7 @@ def test_a_host_that_is_stopped_with_its_store(
 def test_a_host_that_goes_on_in_time_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a machine was paused for longer than a host may be silent, and not for long."""
     ended, graced, store = threading.Event(), threading.Event(), HeldStore()
-    monkeypatch.setattr(os, "kill", lambda *_: ended.set())
+    monkeypatch.setattr(os, "kill", lambda *_: ended.set())  # it would end the tests
     for name, seconds in {"BEAT": 0.05, "GRACE": 77.0, "SILENCE": 0.3, "LINGER": 0.2}.items():
         monkeypatch.setattr(host_watch, name, seconds)
 

@@ -21,7 +21,7 @@ LINGER = 10.0  # seconds that host 0 waits at the end for the others, which its 
 
 
 class HostWatch:
-    """Says in the store that this host is there, and looks whether the others are, in a thread.
+    """Says in the store that this host is there, and looks whether the others are, in threads.
 
     Torch's launcher ends a host's ranks if one of them fails, and knows nothing of other hosts:
     ranks that wait for one that has never joined would wait for half an hour.
@@ -83,7 +83,7 @@ class HostWatch:
             try:
                 self._store.set(beat_of(self._number), str(count))
                 for other, beat in zip(self._others, self._beats(), strict=True):
-                    self._problem = self._problem or self._judged(other, beat, seen)
+                    self._problem = self._problem or self._problem_of(other, beat, seen)
             except RuntimeError:
                 self._problem = f"{self._name(0)} has ended, or cannot be reached"
             self._answered = time.monotonic()
@@ -106,7 +106,7 @@ class HostWatch:
     def _name(self, other: int) -> str:
         return f"host {other} ({self._others[other]})" if other in self._others else "this host"
 
-    def _judged(self, other: int, beat: str, seen: dict[int, tuple[str, float]]) -> str:
+    def _problem_of(self, other: int, beat: str, seen: dict[int, tuple[str, float]]) -> str:
         """Return what is wrong with a host, ``""`` if nothing is."""
         now, name = time.monotonic(), self._name(other)
         if beat.startswith("left"):

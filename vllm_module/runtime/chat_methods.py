@@ -22,7 +22,7 @@ class ChatMethods(TextMethods):
     source: ModelSource
     no_chat_template: str
     _template: ChatTemplate | None
-    _last_template: tuple[str, ChatTemplate] | None = None
+    _last_template: ChatTemplate | None = None
     _templates: TemplateProcess
 
     def chat(
@@ -126,12 +126,13 @@ class ChatMethods(TextMethods):
     def _chat_template(self, given: str | None) -> ChatTemplate:
         check_type("chat_template", given, "text or None", str, type(None))
         if given is not None:
-            last, template = self._last_template or ("", None)
-            if template is None or last != given:
-                folder = getattr(self.tokenizer, "folder", self.source.folder)
-                template = ChatTemplate(folder, template_of(folder, given), self._templates)
-                self._last_template = given, template  # the next call mostly gives it again
-            return template
+            folder = getattr(self.tokenizer, "folder", self.source.folder)
+            source = template_of(folder, given)
+            last = self._last_template
+            if last is None or last.source != source:
+                last = ChatTemplate(folder, source, self._templates)
+                self._last_template = last  # the next call mostly gives it again
+            return last
         if self._template is None:
             raise CheckpointFormatError(self.no_chat_template)
         return self._template

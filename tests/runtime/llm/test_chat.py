@@ -234,3 +234,12 @@ def test_a_template_that_cannot_be_compiled_is_refused_by_chat_alone(
         assert llm.generate("fox", greedy(1), use_tqdm=False)[0].error is None
         with pytest.raises(CheckpointFormatError, match="cannot be read: Expected an expression"):
             llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_of_a_file_is_read_again(llm: LLM, tmp_path: Path) -> None:
+    """Its path is the same, and its text may be another one in the next call."""
+    path = tmp_path / "own.jinja"
+    for text in ("one {{ messages[0].content }}", "two"):
+        path.write_text(text)
+        found = llm.chat_prompt([{"role": "user", "content": "fox"}], str(path))
+        assert found["prompt"] == text.replace("{{ messages[0].content }}", "fox")

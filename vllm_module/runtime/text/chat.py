@@ -38,7 +38,7 @@ def template_text(template: str | Path) -> str:
     Text has a brace or a line break. Raises ``ValueError`` for a path without a file.
     """
     text = str(template)
-    if isinstance(template, str) and any(each in text for each in "{}\n"):
+    if isinstance(template, str) and _is_text(text):
         return text
     try:
         return Path(text).read_text(encoding="utf-8")
@@ -91,7 +91,15 @@ def template_of(folder: Path, given: str) -> str:
 
     Raises as :func:`template_text`.
     """
-    return named_templates(folder, tokenizer_settings(folder)).get(given) or template_text(given)
+    if not _is_text(given):  # else the settings, which may be large, need not be read
+        named = named_templates(folder, tokenizer_settings(folder))
+        if given in named:
+            return named[given]
+    return template_text(given)
+
+
+def _is_text(template: str) -> bool:
+    return any(each in template for each in "{}\n")
 
 
 class ChatTemplate:
