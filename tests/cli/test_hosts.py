@@ -127,7 +127,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return 0
 
     monkeypatch.setattr(on_hosts, "_launch", launch)
-    monkeypatch.setattr(on_hosts, "_TELL", 0.5)
+    monkeypatch.setattr(on_hosts, "_TELL", 0.5)  # the hosts here read within milliseconds
     return found
 
 
@@ -279,7 +279,7 @@ def test_a_host_that_is_stopped_with_its_store(
     ended, store = threading.Event(), HeldStore()
     monkeypatch.setattr(os, "kill", lambda *_: ended.set())  # it would end the tests
     for name, seconds in {"BEAT": 0.05, "GRACE": 0.05, "SILENCE": 3600.0, "LINGER": 0.2}.items():
-        monkeypatch.setattr(host_watch, name, seconds)
+        monkeypatch.setattr(host_watch, name, seconds)  # a host may be silent for half a minute
     watch = host_watch.HostWatch(store, 1, {0: "zero"})
     assert not ended.wait(0.5)
     store.running.clear()
@@ -295,7 +295,7 @@ def test_a_host_that_goes_on_in_time_ends_nothing(monkeypatch: pytest.MonkeyPatc
     ended, graced, store = threading.Event(), threading.Event(), HeldStore()
     monkeypatch.setattr(os, "kill", lambda *_: ended.set())  # it would end the tests
     for name, seconds in {"BEAT": 0.05, "GRACE": 77.0, "SILENCE": 0.3, "LINGER": 0.2}.items():
-        monkeypatch.setattr(host_watch, name, seconds)
+        monkeypatch.setattr(host_watch, name, seconds)  # a host may be silent for half a minute
 
     class Stop(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:

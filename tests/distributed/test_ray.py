@@ -136,6 +136,7 @@ def test_what_the_cluster_does_not_have_is_named_at_once(folder: Path) -> None:
 def test_what_others_use_is_waited_for_within_a_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Nothing becomes free in this test, so a minute shows no more than a second.
     monkeypatch.setattr("vllm_module.runtime.ranks.ray_actors._PLACING", 1.0)
     held = ray.util.placement_group([{"CPU": 1}] * 3)
     try:

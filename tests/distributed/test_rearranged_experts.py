@@ -254,6 +254,7 @@ def test_all_ranks_take_what_the_first_one_was_given(
     draw, old = random.Random(6), spread.expert_placements()
     first, own = ({path: drawn(draw, old[path]) for path in old} for _ in range(2))
     given = {path: torch.tensor(placed) for path, placed in first.items()}
+    # What the first rank of a launcher's gives the others; here is one process that calls.
     monkeypatch.setattr(spread.executor, "of_first", lambda _: (None, given))
     spread.rearrange_experts(placements=own)
     assert spread.expert_placements() == {path: tuple(placed) for path, placed in first.items()}
@@ -302,6 +303,7 @@ def test_a_rank_that_fails_while_experts_move_is_named(
                 os.kill(pid, getattr(signal, fault))
             return right(*given, **named)
 
+        # In the middle of a move: no argument of ours makes a rank fail there.
         monkeypatch.setattr(worker_experts, "exchange_boxes", faulty)
         message = "no memory for what moves|rank 1|rank 0"
         begin = time.monotonic()
