@@ -237,6 +237,12 @@ class EngineConfig(_Closed):
         tensor_parallel_size: ranks, each a process with a device of its own.
         pipeline_parallel_size: stages of a pipeline, each with some of the layers on
             ``tensor_parallel_size`` ranks. Rank 0 is of the last stage, and samples.
+        data_parallel_size: engines that share their experts (``enable_expert_parallel``): each has
+            requests and a cache of its own, and some of the experts, on ``tensor_parallel_size``
+            ranks. Each is made in a process of its own, and computes steps when any has requests.
+        data_parallel_rank: this engine's number among them, from 0 on.
+        data_parallel_address, data_parallel_rpc_port: where the engines meet; the first of them
+            listens there.
         distributed_executor_backend: ``"mp"`` starts the other ranks, whatever world this process
             is in; ``"ray"`` lets Ray start them on the nodes of its cluster, where each finds the
             model itself; ``"uni"`` has one rank. With ``"external_launcher"`` each process that was
@@ -284,6 +290,10 @@ class EngineConfig(_Closed):
 
     tensor_parallel_size: _Count = 1
     pipeline_parallel_size: _Count = 1
+    data_parallel_size: _Count = 1
+    data_parallel_rank: Annotated[int, Field(ge=0, strict=True)] | None = None
+    data_parallel_address: str = "127.0.0.1"
+    data_parallel_rpc_port: Annotated[int, Field(ge=1, le=65535, strict=True)] = 29550
     distributed_executor_backend: Literal["mp", "ray", "uni", "external_launcher"] | None = None
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     block_size: _Count = 16
@@ -316,29 +326,38 @@ class EngineConfig(_Closed):
         return self
 
     @model_validator(mode="after")
-    def _counts_are_no_part_of_compiled_layers(self) -> EngineConfig:
-        if self.enable_eplb and self.enable_torch_compile:
+    def _one_of_several_engines(self) -> EngineConfig:
+        rank, size = self.data_parallel_rank, self.data_parallel_size
+        if rank is None and size > 1:
             raise ValueError(
-                "enable_eplb does not go with enable_torch_compile, which compiles layers that "
-                "count: leave one of them out"
+                f"data_parallel_size is {size}, and data_parallel_rank says which of them this "
+                "engine is: make each in a process of its own, with its number from 0 on, or let "
+                "vllm-module serve --data-parallel-size start them"
+            )
+        if rank is not None and rank >= size:
+            raise ValueError(
+                f"data_parallel_rank is {rank}: expected one below data_parallel_size, {size}"
             )
         return self
 
     @model_validator(mode="after")
-    def _experts_of_one_process(self) -> EngineConfig:
-        others = [
-            name
-            for name, used in (
-                ("pipeline_parallel_size", self.pipeline_parallel_size > 1),
-                ("enable_torch_compile", self.enable_torch_compile),
-            )
-            if used
-        ]
-        if self.enable_return_routed_experts and others:
-            raise ValueError(
-                f"enable_return_routed_experts does not go with {' and '.join(others)}: leave one "
-                "of them out"
-            )
+    def _what_does_not_go_together(self) -> EngineConfig:
+        backend = f"distributed_executor_backend={self.distributed_executor_backend!r}"
+        launched = self.distributed_executor_backend in ("ray", "external_launcher")
+        stages = "pipeline_parallel_size" * (self.pipeline_parallel_size > 1)
+        # What layers count, or agree upon in a step, is no part of compiled ones.
+        compiled = "enable_torch_compile" * self.enable_torch_compile
+        moved, others = "enable_eplb" * self.enable_eplb, backend * launched
+        for name, used, given in (
+            ("enable_eplb", self.enable_eplb, [compiled]),
+            ("enable_return_routed_experts", self.enable_return_routed_experts, [stages, compiled]),
+            ("data_parallel_size", self.data_parallel_size > 1, [stages, compiled, moved, others]),
+        ):
+            if used and any(given):
+                raise ValueError(
+                    f"{name} does not go with {' and '.join(filter(None, given))}: leave one of "
+                    "them out"
+                )
         return self
 
     @model_validator(mode="after")

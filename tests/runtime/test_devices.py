@@ -198,7 +198,7 @@ def test_every_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch, cud
 
     class Recorded:
         def __init__(
-            self, source: Any, load: Any, device_config: Any, config: Any, connections: Any
+            self, source: Any, load: Any, device_config: Any, config: Any, *connections: Any
         ) -> None:
             noted.append(("make", device_config.torch_device, cuda.current_device()))
 

@@ -22,7 +22,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from vllm_module import vLLMModule
 from vllm_module.build.model_source import build_model
 from vllm_module.build.registry import config_class
-from vllm_module.distributed import SimulatedGroup, run_ranks
+from vllm_module.distributed import (
+    ExpertParallelGroup,
+    OwnTokens,
+    SimulatedGroup,
+    expert_parallel,
+    run_ranks,
+    tensor_parallel,
+)
 from vllm_module.hf_config import parse_config
 from vllm_module.layers import AttentionMetadata
 from vllm_module.runtime import model_runner
@@ -60,20 +67,25 @@ class Both:
 
     """
 
-    def __init__(self, model: vLLMModule, group: Any = None) -> None:
-        self.device, copied = SimulatedDevice(), deepcopy(model)
+    def __init__(
+        self, model: vLLMModule, group: Any = None, shared: tuple[vLLMModule, Any] | None = None
+    ) -> None:
+        self.device = SimulatedDevice()
+        copied, own_tokens = (deepcopy(model), None) if shared is None else shared
         self.present = self.device.present
         if group is not None:  # one of several ranks, each a thread
             self.present = self.device.taking_part
             for module in copied.modules():
-                if hasattr(module, "tp_group"):
+                if own_tokens is not None and hasattr(module, "expert_group"):
+                    module.expert_group = ExpertParallelGroup(group, own_tokens)
+                elif own_tokens is None and hasattr(module, "tp_group"):
                     module.tp_group = group
         self.plain = ModelRunner(model, CPU, SEQUENCES, MOST_PAGES)
         self.cache = KVCache(model, PAGES, PAGE, CPU, torch.float32, HOST_PAGES)
         with self.present():
             self.device.take(copied)
             theirs = KVCache(copied, PAGES, PAGE, DEVICE, torch.float32)
-            self.graphs = ModelRunner(copied, DEVICE, SEQUENCES, MOST_PAGES)
+            self.graphs = ModelRunner(copied, DEVICE, SEQUENCES, MOST_PAGES, own_tokens=own_tokens)
             self.graphs.capture(TOKENS)
         self.stored: Any = SimpleNamespace(
             _caches=[each.memory for each in theirs._caches],
@@ -87,6 +99,8 @@ class Both:
             KVCache.move(self.stored, inputs.pages)
         expected = self.plain.run(inputs, sampled)
         prompts = inputs.max_query_len > 1
+        if inputs.of_engines is not None:
+            prompts = not inputs.of_engines[1]
         self.replayed.append(self.graphs._graph_size(inputs, (False, False)) if prompts else None)
         with self.present():
             if sampled is not None:
@@ -245,6 +259,47 @@ def test_ranks_replay_together(kind: str) -> None:
         first, second = run_ranks(2, rank)
     assert first == second
     assert first[:4] == [16, 16, 20, None]
+
+
+class Engines(Both):
+    """One of two engines that share experts, beside one that has them all."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        group = Captured(rank, 2)
+        with tensor_parallel(rank=0, size=1):
+            whole = built(kind)
+            with expert_parallel(rank=rank, size=2):
+                part = built(kind)
+        super().__init__(whole, group, (part, OwnTokens(group)))
+        self.others = SimulatedGroup(rank, 2)
+
+    def __call__(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        told = torch.tensor([[len(inputs.input_ids), inputs.max_query_len == 1]])
+        counts, decode = self.others.all_gather(told, 0).T
+        inputs.of_engines = max(1, int(counts.max())), bool(decode.all())
+        self.goes_on = bool(counts.any())
+        return super().__call__(inputs, sampled) if self.goes_on else torch.empty(0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "deepseek-v3"])
+def test_engines_that_share_experts_replay_together(kind: str) -> None:
+    """Whatever tokens each has, all replay the graph for the most, also without any."""
+    asked = [REQUESTS[:2], [*REQUESTS[2:], (list(range(90, 93)), REQUESTS[3][1], 0)]]
+
+    def engine(rank: int) -> list[int | None]:
+        each = Engines(kind, rank)
+        serve(each, asked[rank])
+        while each.goes_on:
+            each(StepInputs.nothing())
+        each.cache.close()
+        return each.replayed
+
+    with SimulatedDevice().present():
+        first, second = run_ranks(2, engine)
+    assert first == second
+    assert first[:2] == [20, None]  # of 13 and 18 tokens, and of 3 and 24
+    assert len(first) > 4
+    assert first[-1] is None  # only decoding
 
 
 def test_sizes_are_few_and_waste_little(monkeypatch: pytest.MonkeyPatch) -> None:

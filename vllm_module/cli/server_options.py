@@ -123,8 +123,9 @@ class ServerOptions(Options):
         typer.Option(
             min=1,
             metavar="N",
-            help="Engines, each with its own processes and weights. A request goes to the one that "
-            "had the beginning of its prompt, or that has the least to do.",
+            help="Engines, each with its own processes and weights, or with "
+            "--enable-expert-parallel some of the experts that they share. A request goes to the "
+            "one that had the beginning of its prompt, or that has the least to do.",
         ),
     ] = 1
     max_waiting: Annotated[

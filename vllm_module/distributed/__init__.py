@@ -1,14 +1,18 @@
 """Tensor-parallel groups, and work that succeeds on every rank or fails on every rank."""
 
 from vllm_module.distributed.exchange import failure_of_others, together
-from vllm_module.distributed.groups import (
+from vllm_module.distributed.expert_groups import (
     ExpertParallelGroup,
+    OwnTokens,
+    data_parallel,
+    expert_parallel,
+    expert_parallel_group,
+)
+from vllm_module.distributed.groups import (
     PipelineStage,
     ProcessGroup,
     SimulatedGroup,
     TensorParallelGroup,
-    expert_parallel,
-    expert_parallel_group,
     message_group,
     pipeline_parallel,
     run_ranks,
@@ -21,11 +25,13 @@ from vllm_module.distributed.pipe import StagePipe
 
 __all__ = [
     "ExpertParallelGroup",
+    "OwnTokens",
     "PipelineStage",
     "ProcessGroup",
     "SimulatedGroup",
     "StagePipe",
     "TensorParallelGroup",
+    "data_parallel",
     "expert_parallel",
     "expert_parallel_group",
     "failure_of_others",

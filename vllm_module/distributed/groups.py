@@ -1,7 +1,6 @@
 """Groups of ranks: real (torch.distributed), simulated in one process, or a single rank.
 
-A layer calls :func:`tensor_parallel_group` once, when it is built, and keeps the result. Layers
-with experts also call :func:`expert_parallel_group`.
+A layer calls :func:`tensor_parallel_group` once, when it is built, and keeps the result.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -112,9 +111,6 @@ class _Meeting:
 
 # Context variables, not globals: each thread of run_ranks is another rank.
 _group: ContextVar[TensorParallelGroup | None] = ContextVar("tensor_parallel_group", default=None)
-_expert_group: ContextVar[ExpertParallelGroup | None] = ContextVar(
-    "expert_parallel_group", default=None
-)
 _meeting: ContextVar[_Meeting | None] = ContextVar("tensor_parallel_meeting", default=None)
 
 
@@ -200,64 +196,6 @@ def tensor_parallel(
         yield current
     finally:
         _group.reset(token)
-
-
-@dataclass(frozen=True)
-class ExpertParallelGroup:
-    """The ranks over which the experts of a layer are spread.
-
-    Attributes:
-        ranks: the group of these ranks.
-        own_tokens: True if each rank has tokens of its own; False if all have the same.
-        redundant: number of second, third … places that a layer has for its experts.
-
-    """
-
-    ranks: TensorParallelGroup
-    own_tokens: bool
-    redundant: int = 0
-
-
-def expert_parallel_group() -> ExpertParallelGroup | None:
-    """Return the group over which layers that are built here spread their experts.
-
-    It is the group of the surrounding :func:`expert_parallel`. Without one it is ``None``, and
-    every rank holds its tensor-parallel part of all experts.
-    """
-    group = _expert_group.get()
-    # The block was opened for whatever ranks share a model here.
-    if group is not None and not group.own_tokens:
-        return replace(group, ranks=tensor_parallel_group())
-    return group
-
-
-@contextmanager
-def expert_parallel(
-    *,
-    rank: int | None = None,
-    size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    redundant: int = 0,
-) -> Iterator[None]:
-    """Build layers that hold whole experts, spread over ranks, instead of a part of each.
-
-    Without arguments they are spread over the tensor-parallel ranks, which have the same tokens.
-    With ``rank`` and ``size``, or a ``group``, they are spread over other ranks, each of which has
-    tokens of its own. With ``redundant``, a layer keeps so many experts a second time, or more
-    often, each time on another rank.
-
-    Raises ``ValueError`` as :func:`tensor_parallel` does.
-    """
-    own_tokens = rank is not None or size is not None or group is not None
-    ranks = tensor_parallel_group()
-    if own_tokens:
-        with tensor_parallel(rank=rank, size=size, group=group) as ranks:
-            pass
-    token = _expert_group.set(ExpertParallelGroup(ranks, own_tokens, redundant))
-    try:
-        yield
-    finally:
-        _expert_group.reset(token)
 
 
 @dataclass(frozen=True)

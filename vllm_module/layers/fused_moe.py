@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import TensorParallelGroup
+from vllm_module.distributed import OwnTokens, TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.experts.combine_experts import combine_experts
 from vllm_module.kernels.experts.topk_routing import topk_routing
@@ -337,9 +337,9 @@ class FusedMoE(PlacedExperts):
         )
         if self.routed is not None:
             self.routed[: len(experts)].copy_(experts)
-        own_tokens = self.expert_group is not None and self.expert_group.own_tokens
-        if own_tokens:
-            routed = self._with_tokens_of_all_ranks(hidden, weights, experts)
+        group = self.expert_group
+        if group is not None and group.own_tokens is not None:
+            routed = self._with_tokens_of(group.own_tokens, hidden, weights, experts)
             return routed if shared is None else routed + self._sum(shared)
         partial = self._compute(hidden, weights, experts)
         return self._sum(partial if shared is None else partial + shared)
@@ -359,31 +359,38 @@ class FusedMoE(PlacedExperts):
         y = self.act_fn(self.w13(hidden, offsets, order, self.top_k, tokens=tokens))
         return combine_experts(self.w2(y, offsets, tokens=tokens), order, offsets, weights)
 
-    def _with_tokens_of_all_ranks(
-        self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    def _with_tokens_of(
+        self,
+        own_tokens: OwnTokens,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
     ) -> torch.Tensor:
-        """Gather the tokens of all ranks, compute this rank's experts, and sum over the ranks.
+        """Gather the tokens of other ranks, compute this rank's experts, and sum over all ranks.
 
-        The host waits for the numbers of tokens, so no CUDA graph can capture it.
+        If the ranks do not know yet how many tokens each has, the host waits for that, and no CUDA
+        graph can capture it.
         """
         assert self.expert_group is not None
-        ranks, own = self.expert_group.ranks, len(hidden)
-        if ranks.size == 1:
+        sources, own, most = own_tokens.ranks, len(hidden), own_tokens.most
+        if self.expert_group.ranks.size == 1:
             return self._compute(hidden, weights, experts)
         if self.w13.adapters is not None or self.w2.adapters is not None:
             raise UnsupportedModelError(
                 "adapters of experts are not computed where ranks have tokens of their own: leave "
-                "out own_tokens, or merge the adapter into its base model with PEFT's "
-                "merge_and_unload()"
+                "out own_tokens or data_parallel_size, or merge the adapter into its base model "
+                "with PEFT's merge_and_unload()"
             )
-        counts = ranks.all_gather(torch.tensor([own], device=hidden.device), 0)
-        most = int(counts.max())
+        if most is None:
+            counts = sources.all_gather(torch.tensor([own], device=hidden.device), 0)
+            most = int(counts.max())
         if most == 0:  # on all ranks
             return torch.zeros_like(hidden)
 
         def gathered(tensor: torch.Tensor, padding: int) -> torch.Tensor:
-            return ranks.all_gather(F.pad(tensor, (0, 0, 0, most - own), value=padding), 0)
+            return sources.all_gather(F.pad(tensor, (0, 0, 0, most - own), value=padding), 0)
 
         # -1 is no expert, so nothing is computed for padding.
         partial = self._compute(gathered(hidden, 0), gathered(weights, 0), gathered(experts, -1))
-        return ranks.all_reduce(partial).narrow(0, ranks.rank * most, own)
+        summed = self.expert_group.ranks.all_reduce(partial)
+        return summed.narrow(0, sources.rank * most, own)

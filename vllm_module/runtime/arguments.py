@@ -22,7 +22,6 @@ LLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
     "disable_custom_all_reduce": (...,),
     "disable_log_stats": (...,),
     "disable_sliding_window": (False,),
@@ -88,8 +87,7 @@ _DEFAULTS: tuple[tuple[Any, str], ...] = (
     (
         None,
         "collect_detailed_traces cp_kv_cache_interleave_size cpu_distributed_timeout_seconds "
-        "cudagraph_capture_sizes custom_histogram_buckets data_parallel_address "
-        "data_parallel_rank data_parallel_rpc_port data_parallel_size_local "
+        "cudagraph_capture_sizes custom_histogram_buckets data_parallel_size_local "
         "data_parallel_start_rank dcp_comm_backend dcp_q_replicate default_mm_loras device_ids "
         "diffusion_config disable_cascade_attn disable_hybrid_kv_cache_manager "
         "disable_nccl_for_dp_synchronization distributed_timeout_seconds ec_transfer_config "

@@ -72,6 +72,7 @@ class ExpertMethods:
             RankError: a rank ended or hangs. The engine has ended then.
 
         """
+        self.executor.alone("rearrange_experts")
         with self._changing():
             self._check_whole()
             # Where every rank makes this call, each might have been given others.

@@ -41,7 +41,7 @@ from vllm_module.runtime.pooling.encoder_methods import EncoderMethods
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.resharding import Resharding
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.started import adapter_memory, length_of, start
+from vllm_module.runtime.started import adapter_memory, length_of, start, take_part
 from vllm_module.runtime.text.chat import ChatTemplate, template_of
 from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.runtime.text.template_process import TemplateProcess
@@ -225,6 +225,7 @@ class LLM(
             self._ids, self._adapter_numbers = itertools.count(), itertools.count()
             end_tokens = stop_tokens(self.source.folder, folder, override)
             self.engine = self._make_engine(config, end_tokens)
+            take_part(self.executor, self.engine)
             length = length_of(self.source)
             is_encoder = self.executor.worker.is_encoder
             self._pooler = self._make_pooler(config, length) if is_encoder else None
@@ -282,7 +283,7 @@ class LLM(
             self.tokenizer,
             end_tokens | ({eos} if eos is not None else set()),
             eos,
-            repeatable=self.executor.size == 1,
+            repeatable=self.executor.size == 1 and self.executor.rounds is None,
             first_tokens=worker.first_tokens,
             wait=self.executor.wait,
             async_scheduling=overlaps,
@@ -357,6 +358,8 @@ class LLM(
         if engine is not None and engine.is_fork:
             return
         locked = False
+        if engine is not None:
+            self.executor.leave()
         try:
             locked = engine is not None and engine.lock.acquire(timeout=_CLOSE_TIMEOUT)
         finally:  # an interrupt ends only the wait for a step

@@ -12,7 +12,7 @@ import torch
 from vllm_module.base.messages import shorten
 from vllm_module.build.registry import blamed_on
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import StagePipe
+from vllm_module.distributed import OwnTokens, StagePipe
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
@@ -22,7 +22,6 @@ from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, upload
 
-_NOTHING = StepInputs([], [], [], [], [0], [], [], 0, [], 1)  # a step without tokens
 _log = logging.getLogger(__name__)
 
 _Kind = tuple[bool, bool]  # whether a step has adapters, and whether it only decodes
@@ -63,6 +62,8 @@ class ModelRunner:
         compiled: True if torch.compile fuses the model's operations.
         adapters: says the layers which rows are whose, in steps with adapters.
         pipe: connects the model to the stages before and behind it, if it is one of a pipeline.
+        own_tokens: the ranks of other engines that compute experts of this step's tokens, too. They
+            pad steps to one number of tokens.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
     error, if a model from outside fails.
@@ -78,9 +79,10 @@ class ModelRunner:
         compiled: bool = False,
         adapters: AdapterRows | None = None,
         pipe: StagePipe | None = None,
+        own_tokens: OwnTokens | None = None,
     ) -> None:
         self._adapters = AdapterRows() if adapters is None else adapters
-        self._pipe = pipe
+        self._pipe, self._own_tokens = pipe, own_tokens
         self._cls = type(model)
         if not callable(getattr(model, "compute_logits", None)):
             raise UnsupportedModelError(
@@ -119,12 +121,16 @@ class ModelRunner:
 
         """
         count, sequences = len(inputs.input_ids), len(inputs.context_lens)
-        kind = bool(inputs.adapters), inputs.max_query_len == 1
+        decodes = inputs.max_query_len == 1
+        if inputs.of_engines is not None:
+            decodes = inputs.of_engines[1]
+        kind = bool(inputs.adapters), decodes
         size = self._graph_size(inputs, kind)
         if self._slots is None and (inputs.adapters or self._adapters.groups):
             self._adapters.set(inputs.adapters, inputs.query_start_loc, self.device)
         if size is None:
-            parts = self._parts(inputs, count, sequences, kind)
+            # A step without tokens has one of padding.
+            parts = self._parts(inputs, count or 1, sequences or 1, kind)
             views = upload(parts, self.device)
         else:
             parts = self._parts(inputs, size, self._sequences(size), kind)
@@ -141,7 +147,8 @@ class ModelRunner:
                 self._set_slots(kind, slots)
             # True if the step has all tokens of every context.
             fresh = inputs.max_query_len > 1 and sum(inputs.context_lens) == count
-            metadata = self._metadata(step, inputs.max_query_len, inputs, fresh)
+            given = inputs if count else None
+            metadata = self._metadata(step, inputs.max_query_len, given, fresh)
             hidden = self._forward(step[0], step[1], metadata.laid_out())
         else:
             self._graphs[kind, size].replay()
@@ -185,7 +192,8 @@ class ModelRunner:
         prompts = [] if self._compiled else captured_sizes(max_num_batched_tokens)
         # A step that replays a graph has no list longer than these.
         self._longest = max(most, *prompts, 1)
-        lists = [array("q", range(self._longest + 1)) for _ in self._parts(_NOTHING, 1, 1, _PLAIN)]
+        parts = self._parts(StepInputs.nothing(), 1, 1, _PLAIN)
+        lists = [array("q", range(self._longest + 1)) for _ in parts]
         self._static = torch.zeros_like(pack(lists, self.device), device=self.device)
         # Graphs read it, and hold no memory but their pool's.
         self._plain = plain_rows(most, self.device)
@@ -199,7 +207,7 @@ class ModelRunner:
     def _capture(self, kind: _Kind, size: int) -> bool:
         """Capture the graph of so many tokens; return False if such steps have none."""
         adapted, decodes = kind
-        parts = self._parts(_NOTHING, size, self._sequences(size), kind)
+        parts = self._parts(StepInputs.nothing(), size, self._sequences(size), kind)
         packed = pack(parts, self.device)
         self._static[: len(packed)].copy_(packed)
         *step, slots, _, _, _ = unpack(self._static, parts)
@@ -207,6 +215,8 @@ class ModelRunner:
         layers = [each for each in modules if isinstance(each, PlacedExperts)]
         counts = [(each.counts, each.counts.clone()) for each in layers if each.counts is not None]
         # The first run compiles kernels and allocates the libraries' workspaces.
+        if self._own_tokens is not None:
+            self._own_tokens.most = size
         self._compute(kind, step, slots)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
@@ -214,7 +224,7 @@ class ModelRunner:
             with torch.cuda.graph(graph, self._pool, self._stream):
                 self._compute(kind, step, slots)
         except Exception as error:
-            if decodes and not adapted:
+            if (decodes and not adapted) or self._own_tokens is not None:
                 _log.error("enforce_eager=True does without CUDA graphs: a capture failed")
                 raise
             what = "decoding" if decodes else "steps with prompts"
@@ -257,9 +267,14 @@ class ModelRunner:
 
     def _graph_size(self, inputs: StepInputs, kind: _Kind) -> int | None:
         """Return the number of tokens of the graph to replay; ``None`` for a step without one."""
-        sizes = self._sizes[kind[1]]
-        at = bisect_left(sizes, len(inputs.input_ids))
-        if at == len(sizes):
+        sizes, most = self._sizes[kind[1]], len(inputs.input_ids)
+        if inputs.of_engines is not None:
+            most, _ = inputs.of_engines
+        at = bisect_left(sizes, most)
+        if self._own_tokens is not None:  # also of engines whose step replays no graph
+            self._own_tokens.most = sizes[at] if at < len(sizes) else most
+        # Engines that share experts would have to capture at the same time.
+        if at == len(sizes) or (kind[0] and self._own_tokens is not None):
             return None
         if sum(len(pages) for _, _, pages in inputs.new_pages) > self._longest:
             return None  # after a fork, or when sequences start over or are swapped in

@@ -87,6 +87,7 @@ class Resharding:
         """Raise if the engine cannot be given other ranks now."""
         executor, config = self.executor, self.executor.worker.config
         executor.check()
+        executor.alone("reshard")
         if self.engine.refusal is not None:
             raise ModelNotReadyError(self.engine.refusal)
         if executor.worker.is_encoder:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
+import weakref
+
 from vllm_module.build.model_source import ModelSource
 from vllm_module.runtime.cache.page_pool import PagePool
+from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.routed_experts import RoutedExperts
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.served_adapter import AdapterMemory
+from vllm_module.runtime.step_inputs import StepInputs
 
+_log = logging.getLogger(__name__)
+
+_LOOK = 0.05  # seconds between two looks whether an engine can run again
 MAX_MODEL_LEN = 8192  # tokens of a sequence, if neither the model nor the caller sets a limit
 
 
@@ -45,6 +54,36 @@ def start(executor: Executor) -> Scheduler:
         batches=executor.stages,
         routed=routed,
     )
+
+
+def take_part(executor: Executor, engine: Engine) -> None:
+    """Take part in the steps of engines that share experts, whenever this one has no step."""
+    if executor.rounds is None:
+        return
+    ranks, requests = weakref.ref(executor), weakref.ref(engine)
+
+    def step(number: int) -> bool:
+        executor, engine = ranks(), requests()
+        if executor is None or engine is None or executor.end is not None:
+            return False
+        assert executor.rounds is not None
+        if not executor.can_run:
+            time.sleep(_LOOK)
+            return True
+        try:
+            with engine.alone():
+                if executor.rounds.number == number and executor.can_run:
+                    executor.run(StepInputs.nothing())
+        except Exception:
+            _log.exception("the engine takes no more part in steps of others")
+            return False
+        return True
+
+    def has_requests() -> bool:
+        engine = requests()
+        return engine is not None and bool(engine.requests)
+
+    executor.rounds.attend(step, has_requests)
 
 
 def adapter_memory(executor: Executor) -> AdapterMemory:

@@ -159,7 +159,7 @@ class WeightMethods:
             The server, with ``url`` and ``token``; call its ``close()``, or use it as a context.
 
         Raises:
-            UnsupportedModelError: the weights are quantized.
+            UnsupportedModelError: the weights are quantized, or engines share experts.
             RuntimeError: the engine sleeps, or an update of its weights had failed.
             OSError: the host is not this machine's, or the port is taken.
             RankError: another rank cannot listen; no server of this call goes on.
@@ -169,6 +169,7 @@ class WeightMethods:
         from vllm_module.runtime.rank_servers import end_boxes, serve_boxes
         from vllm_module.runtime.replica import MODEL, RANKS, WeightServer, small_files
 
+        self.executor.alone("serve_weights")
         check_type("token", token, "text or None", str, type(None))
         if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
             raise ValueError("token should be eight printable ASCII characters or more")
@@ -360,11 +361,13 @@ class WeightMethods:
         Names are those of :meth:`vLLMModule.expected_weights`, and digests those that ``vllm-module
         digest`` prints of a checkpoint of the same dtypes.
         """
+        self.executor.alone("digest")
         with self.engine.alone():
             return self._digest()
 
     def layout(self) -> Layout:
         """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan."""
+        self.executor.alone("layout")
         with self.engine.alone():
             stages, size = self.executor.stages, self.executor.size // self.executor.stages
             if stages == 1:

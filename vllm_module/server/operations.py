@@ -147,7 +147,7 @@ async def server_info(state: State, _: EmptyBody) -> dict[str, Any]:
     parallel = {
         "tensor_parallel_size": state.engine().llm.executor.size // config.pipeline_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
-        "data_parallel_size": 1,
+        "data_parallel_size": config.data_parallel_size,
     }
     model = state.engine().llm.model_config
     return {

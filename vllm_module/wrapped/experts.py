@@ -128,7 +128,7 @@ class WrappedExperts(PlacedExperts):
             for expert in range(count, len(first))
             for slot in gate_up
         }
-        if self.expert_group is not None and self.expert_group.own_tokens:
+        if self.expert_group is not None and self.expert_group.own_tokens is not None:
             raise UnsupportedModelError(f"{path}: ranks with tokens of their own")
         self.summed = self.tp_group.size > 1 and (cut or self.expert_group is not None)
         features = first.shape[2] if experts.is_transposed else first.shape[1]

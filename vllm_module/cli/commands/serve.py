@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 # In the environment of one of several engines: the Unix socket that its server listens on.
 BACKEND = "VLLM_MODULE_BACKEND"
+# If the engines share experts: the engine's number, and the port at which they meet.
+ENGINE = "VLLM_MODULE_ENGINE"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -88,9 +91,19 @@ def serve(
                 param_hint="--nnodes",
             )
         of_engines = _devices(ranks, devices, server.data_parallel_size)
+        if ranks.enable_expert_parallel:
+            with socket.create_server((_LOOPBACK[0], 0)) as probe:
+                port = probe.getsockname()[1]
+            for number, environment in enumerate(of_engines):
+                environment[ENGINE] = f"{number} {port}"
         _serve_by_several(source, server, context.find_root().obj, of_engines)
         return
     hosts.start(context.find_root().obj, ranks, devices.timeout, ranks.pp)
+    shared: dict[str, Any] = {}
+    if path is not None and (shares := os.environ.get(ENGINE)) is not None:
+        number, port = map(int, shares.split())
+        shared = {"data_parallel_size": server.data_parallel_size, "data_parallel_rank": number}
+        shared["data_parallel_rpc_port"] = port
     with ExitStack() as stack:
         if is_first_rank():
             listener, state = stack.enter_context(_listening(source, server))
@@ -105,6 +118,7 @@ def serve(
             kv_cache_dtype=kv_cache_dtype.value,
             max_loras=adapters.max_loras,
             max_cpu_loras=adapters.max_cpu_loras,
+            **shared,
         )
         llm = stack.enter_context(loading)  # returns on the first rank only
         for name, folder in folders.items():

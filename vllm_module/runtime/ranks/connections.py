@@ -112,6 +112,8 @@ def processes_of_world(config: EngineConfig) -> range | None:
     """
     backend, size = config.distributed_executor_backend, config.tensor_parallel_size
     rank, processes = world()
+    if config.data_parallel_size > 1:  # each engine starts its own
+        return None
     if config.pipeline_parallel_size > 1:
         return _processes_of_stages(config, processes)
     if backend == "uni" and size > 1:

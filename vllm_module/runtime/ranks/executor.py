@@ -31,12 +31,14 @@ from vllm_module.runtime.ranks.connections import (
 from vllm_module.runtime.ranks.extension import OwnCalls, worker_class
 from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.in_flight import PipelineSteps, heard_ahead
+from vllm_module.runtime.ranks.rounds import Rounds, ending
+from vllm_module.runtime.ranks.sharing import SharedExperts
 from vllm_module.runtime.ranks.worker import Worker, check_ranks
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.weights import receive_weights
 
 
-class Executor(OwnCalls, WeightChanges, PipelineSteps):
+class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
     """Loads a model on every rank and runs each method on every rank.
 
     With more than one rank, it starts the others as processes, which end with this one. Under
@@ -52,6 +54,7 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
         load_config, device_config: as for :func:`~vllm_module.build.loader.get_model`.
         config: settings of the engine.
         connections: those to the other ranks, if they exist.
+        engines: where they meet the ranks of other engines, if these share their experts.
 
     Attributes:
         rank, size: this process's rank, and the number of ranks of all stages.
@@ -73,6 +76,7 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
         device_config: DeviceConfig,
         config: EngineConfig,
         connections: Connections | None = None,
+        engines: tuple[str, int] | None = None,
     ) -> None:
         WeightChanges.__init__(self)
         PipelineSteps.__init__(self)
@@ -92,7 +96,7 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
             if config.distributed_executor_backend == "ray":
                 own = DeviceConfig(device=str(own_device(device, 0)))
                 return asked, load_config, own, config
-            return model, load_config, device_config, config
+            return model, load_config, device_config, config, engines
 
         worker = worker_class(Worker, config.worker_extension_cls)
         size, device = config.tensor_parallel_size, device_config.torch_device
@@ -102,11 +106,14 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
                 f"device {device_config.device!r} has no memory to run a model in: expected cpu, "
                 "cuda or auto"
             )
-        with at_most(self._timeout):
+        self.engines = config.data_parallel_size
+        if self.engines > 1 and engines is None:
+            engines = self._meet_engines(model, config, load_config.digests)
+        with at_most(self._timeout), ending(self.rounds):
             self._ranks = Ranks(config, device, _serve, arguments, connections)
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.leads = self.rank == 0 or not self._ranks.is_led
-        self._end = weakref.finalize(self, self._ranks.close)
+        self._end = weakref.finalize(self, _close, self._ranks, self.rounds)
         device_config = DeviceConfig(device=str(self._ranks.device))
         if self.rank:
             load_config = load_config.model_copy(update={"show_progress": False})
@@ -115,15 +122,19 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
         stage, _ = stage_of(self.rank, self.size, self.stages)
         with (
             self._or_end(),
+            self._among(config, engines) as own_tokens,
             tensor_parallel(**place),
             pipeline_parallel(rank=stage.rank, size=stage.size),
             current(self._ranks.device),
         ):
             settings = model, load_config, device_config, config
-            if pipe is None:
-                self.worker = worker(*settings)
-            else:
+            if pipe is not None:
                 self._load_stage(partial(worker, *settings, StagePipe(pipe, self._ranks.device)))
+            elif self.rounds is not None:
+                self._load_one_of(self.rounds, partial(worker, *settings))
+            else:
+                self.worker = worker(*settings)
+            self.worker.own_tokens = own_tokens
         # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
         self.products = Products()
         if self.rank == 0 and self._ranks.device.type == "cpu":
@@ -171,6 +182,8 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
         if self.refusal is not None:
             raise ModelNotReadyError(self.refusal)
         with self._or_end(self._step_timeout), products(self.products):
+            if self.rounds is not None:
+                self._begin_round(self.rounds, inputs)
             self._tell("run", inputs, self.products)
             if self.rank:  # the ranks' tokens are added up
                 sampled = None
@@ -318,16 +331,17 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
         With ``unless_refused``, a refusal does not, because ranks exchange refusals inside the
         block. ``limit`` is the most seconds that one wait for other ranks may take.
         """
-        waits = None if self.size == 1 else limit
+        alone = self.size == 1 and self.rounds is None
+        waits = None if alone else limit
         try:
-            with nullcontext() if waits is None else at_most(waits, self._ranks.say_who_hangs):
+            with nullcontext() if waits is None else at_most(waits, self._say_who_hangs):
                 yield
         except BaseException as error:
-            if self.size == 1 or self._closed is not None:
+            if alone or self._closed is not None:
                 raise
             if unless_refused and _is_refusal(error):
                 raise
-            raised = self._ranks.part(error)
+            raised = self._ranks.part(self._explained(error))
             self._closed = describe_error(raised)
             if isinstance(raised, RankError):
                 self._closed, self._lost = str(raised), raised.ranks
@@ -359,6 +373,7 @@ def _serve(
     load_config: LoadConfig,
     device_config: DeviceConfig,
     config: EngineConfig,
+    engines: tuple[str, int] | None = None,
 ) -> None:
     """Run a rank that an executor started."""
     device = own_device(device_config.torch_device, rank)
@@ -368,4 +383,11 @@ def _serve(
     device_config = DeviceConfig(device=str(device))
     # Rank 0 raises these errors too; printing them here would repeat them.
     with suppress(WeightLoadError, RankError), current(device):
-        Executor(source, load_config, device_config, config, connections).follow()
+        Executor(source, load_config, device_config, config, connections, engines).follow()
+
+
+def _close(ranks: Ranks, rounds: Rounds | None) -> None:
+    if rounds is not None and not ranks.parted:
+        rounds.leave()
+    with ending(rounds, always=True):
+        ranks.close()

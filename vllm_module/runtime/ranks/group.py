@@ -29,6 +29,7 @@ from vllm_module.runtime.ranks.connections import (
     connect_in_world,
     meeting_place,
     processes_of_world,
+    under_torchrun,
     world,
 )
 from vllm_module.runtime.ranks.processes import Processes, end_sharing, share_cores
@@ -60,7 +61,9 @@ class Ranks:
         group: the tensor-parallel group of torch.distributed; ``None`` for one rank.
         control: a group of all ranks that carries messages between CPUs and has no timeout.
         pipe: the ranks with this rank's number in each pipeline stage; ``None`` without stages.
+        others: groups with ranks of other engines, which end with these groups.
         device: this rank's device; for CUDA, with its index.
+        parted: True if this rank has failed, and has told the others.
         aborted: True if collectives on devices were aborted, so that their results are wrong.
         is_led: True if rank 0 sends messages; False if every rank is called alike.
         processes: those that this process started, itself or by Ray; ``None`` if it started none.
@@ -90,7 +93,8 @@ class Ranks:
         self._pid = os.getpid()
         self.processes: Processes | RayActors | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
-        self._owns_groups = self._parted = False
+        self._owns_groups = self.parted = False
+        self.others: list[dist.ProcessGroup] = []
         self._shares_cores = 0  # number of ranks that this process has started, while they run
         try:
             if connections is None:
@@ -121,6 +125,11 @@ class Ranks:
                 raise ValueError(
                     f"an engine's ranks are processes, but rank {present.rank} of {present.size} "
                     "is simulated: leave tensor_parallel(rank=..., size=...) out"
+                )
+            if config.data_parallel_size > 1:
+                raise ValueError(
+                    "an engine of data_parallel_size starts its ranks itself: make it outside of "
+                    "the block of tensor_parallel"
                 )
             if stages > 1:
                 raise ValueError(
@@ -156,7 +165,8 @@ class Ranks:
         elif size * stages > 1:
             self._start(size * stages, work, arguments, on_ray=backend == "ray")
         else:
-            launched = backend == "external_launcher"
+            engines = config.data_parallel_size > 1
+            launched = backend == "external_launcher" or (engines and under_torchrun())
             self.device = own_device(self.device, local if launched else None)
 
     def tell(self, message: object) -> None:
@@ -193,12 +203,12 @@ class Ranks:
 
         If another rank failed, it is a ``RankError`` that names that rank.
         """
-        self._parted = True
+        self.parted = True
         if self.rank:
             self._send_last_words(error)
         if isinstance(error, WaitLimitError) or isinstance(error.__cause__, WaitLimitError):
             return self._hung(error)
-        if not _is_of_others(error):
+        if not is_of_others(error):
             return error
         codes: list[str] = []
         named = isinstance(error, RankError) and bool(error.ranks)
@@ -247,35 +257,37 @@ class Ranks:
             self._close()
 
     def _close(self) -> None:
-        if self._parted or self.processes is not None:
+        if self.parted or self.processes is not None:
             self._abort()  # else shutting the group down would wait for the others
+        if self.parted:
+            self._cut_off(*self.others)
         if self.processes is not None:
             self.processes.end()
-        elif self.control is not None and self.is_led and not self.rank and not self._parted:
+        elif self.control is not None and self.is_led and not self.rank and not self.parted:
             try:
                 with at_most(_EVIDENCE):
                     self.tell(("close", ()))
             except RuntimeError:
-                self._cut_off()
-        elif self._parted:
-            self._cut_off()
+                self._cut_off(self.control, self.group, self.pipe)
+        elif self.parted:
+            self._cut_off(self.control, self.group, self.pipe)
         self._words = {}
         if self._shares_cores:
             end_sharing(self._shares_cores)
-        if self._owns_groups:
-            for group in (self.control, self.group, self.pipe):
-                if group is not None:
-                    group.shutdown()
-        self.processes, self.control = None, None
+        owned = (self.control, self.group, self.pipe) if self._owns_groups else ()
+        for group in (*owned, *self.others):
+            if group is not None:
+                group.shutdown()
+        self.processes, self.control, self.others = None, None, []
         self._owns_groups, self._shares_cores = False, 0
 
-    def _cut_off(self) -> None:
-        """Close the connections to other ranks, by receives that time out.
+    def _cut_off(self, *groups: dist.ProcessGroup | None) -> None:
+        """Close the connections of groups to other ranks, by receives that time out.
 
         The others then stop waiting for this rank. None of this rank's own waits is left, for which
         destroying its group would wait. NCCL's connections end with the process.
         """
-        for group in (self.control, self.group, self.pipe):
+        for group in groups:
             if group is None or not sends_between_cpus(group):
                 continue
             rank, size = rank_and_size(group)
@@ -291,8 +303,9 @@ class Ranks:
 
         On the host, gloo has timeouts.
         """
-        for group in (self.group, self.pipe):
-            if self._owns_groups and group is not None and self.device.type == "cuda":
+        owned = (self.group, self.pipe) if self._owns_groups else ()
+        for group in (*owned, *self.others):
+            if group is not None and self.device.type == "cuda":
                 self.aborted = True  # set before any thread sees that a collective is over
                 group.abort()
 
@@ -352,7 +365,7 @@ class Ranks:
 
     def _send_last_words(self, error: BaseException) -> None:
         """Send rank 0 this rank's error: "!" for its own, "?" for one caused by another."""
-        sign = "?" if _is_of_others(error) else "!"
+        sign = "?" if is_of_others(error) else "!"
         words = (sign + describe_error(error)).encode(errors="replace")[:_LAST_WORDS]
         memory = torch.frombuffer(bytearray(words.ljust(_LAST_WORDS, b"\0")), dtype=torch.uint8)
         with suppress(RuntimeError, ValueError):
@@ -380,7 +393,7 @@ def _sizes(ranks: int, stages: int) -> str:
     return f"tensor_parallel_size is {ranks // stages}{of_stages}"
 
 
-def _is_of_others(error: BaseException) -> bool:
+def is_of_others(error: BaseException) -> bool:
     """Return whether ``error`` was probably caused by the failure of another rank."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     where = frames[-1].f_globals.get("__name__", "") if frames else ""

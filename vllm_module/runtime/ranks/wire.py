@@ -60,7 +60,7 @@ class TokenMessages:
             elif isinstance(module, ColumnParallelLinear) and module.gather_output:
                 gathered += module.output.size
             elif isinstance(module, FusedMoE):
-                if module.expert_group is None or not module.expert_group.own_tokens:
+                if module.expert_group is None or module.expert_group.own_tokens is None:
                     summed += hidden_size
                     continue
                 expert_summed += hidden_size * itemsize

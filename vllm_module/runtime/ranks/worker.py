@@ -17,6 +17,7 @@ from vllm_module.build.loader import find_and_load
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import (
+    OwnTokens,
     PipelineStage,
     StagePipe,
     pipeline_parallel,
@@ -39,6 +40,11 @@ from vllm_module.wrapped.model import TransformersForCausalLM
 
 _log = logging.getLogger(__name__)
 
+# Settings by which ranks that compute steps together prepare for steps.
+_ALIKE = (
+    "tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs", "block_size",
+    "kv_cache_dtype", "enforce_eager",
+)  # fmt: skip
 _CPU_CACHE = 1 << 30  # bytes of the cache on a CPU, unless kv_cache_memory_bytes is given
 CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
@@ -75,11 +81,14 @@ class Worker(WorkerExperts):
         model: this rank's part of it.
         device: where it lies.
         rank: the number of this rank.
+        own_tokens: the ranks of engines that share experts, each with tokens of its own; the
+            executor sets it.
         of_other_stages: what ranks of other pipeline stages keep of sequences; the executor sets
             it. All stages have the same pages and slots of states.
 
     """
 
+    own_tokens: OwnTokens | None = None
     of_other_stages: Sequence[SequenceMemory] = ()
     _pipe: StagePipe | None = None
 
@@ -132,9 +141,10 @@ class Worker(WorkerExperts):
 
     @property
     def described(self) -> dict[str, str]:
-        """What all stages have to load alike."""
-        source = self.source
-        return describe(source.config, source.dtype, source.rules, self.fingerprint)
+        """What all stages, and engines that share experts, have to load and serve alike."""
+        source, config = self.source, self.config
+        settings = {name: repr(getattr(config, name)) for name in _ALIKE}
+        return describe(source.config, source.dtype, source.rules, self.fingerprint) | settings
 
     @property
     def has_states(self) -> bool:
@@ -258,7 +268,7 @@ class Worker(WorkerExperts):
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
         self.runner = ModelRunner(
             self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows,
-            self._pipe,
+            self._pipe, self.own_tokens,
         )  # fmt: skip
         if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
             begin = time.monotonic()

@@ -32,7 +32,9 @@ from vllm_module.config import EngineConfig
 from vllm_module.core.fill import Fill, refuse_nan
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.state import refuse_to_run
+from vllm_module.distributed import OwnTokens
 from vllm_module.errors import ModelNotReadyError, UnsupportedModelError, WeightReadError
+from vllm_module.layers.fused_moe import ExpertsLinear
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.lora_slots import AdapterSlots
 from vllm_module.layers.placed_experts import PlacedExperts
@@ -83,6 +85,7 @@ class WorkerWeights:
     runner: ModelRunner | None
     start: Callable[[int, int, int], None]
     close: Callable[[], None]
+    own_tokens: OwnTokens | None
     _all_ranks: int
     _shape: tuple[int, int, int] | None
     _adapter_rows: AdapterRows
@@ -149,6 +152,14 @@ class WorkerWeights:
             is_base = (lambda copy: True) if again else Fill.is_held
             adapter = self._adapter_plans.load(config, weights, is_base)
             adapter.base_has_changed = again
+        if self.own_tokens is not None:
+            for layer in adapter.layers():
+                if isinstance(layer.base[0], ExpertsLinear):
+                    raise UnsupportedModelError(
+                        "the adapter has parts of experts, which are computed elsewhere where "
+                        "engines share them (data_parallel_size): leave that out, or merge the "
+                        "adapter into its base model with PEFT's merge_and_unload()"
+                    )
         compared = fingerprint(path) if self._all_ranks > 1 else ""
         if file_versions(path) != versions:
             raise WeightReadError(f"{printable(path)} has changed while it was read: load it again")
