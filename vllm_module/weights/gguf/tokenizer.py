@@ -92,7 +92,7 @@ def tokenizer_files(
         if type(token) is not int or not 0 <= token < len(tokens):
             _refuse(where, f"{key}_token_id", f"one of {len(tokens)} tokens", token)
         special[f"{name}_token"] = tokens[token]
-    # Many files lack this key, such as those of Llama 3; llama.cpp knows what begins with that token.
+    # Many files lack this key, such as those of Llama 3.
     begins = keys["model"] == "llama" or str(keys.get("pre")) in _WHOLE_FIRST
     adds = {
         name: keys.get(f"add_{name}_token", name == "bos" and begins) for name in ("bos", "eos")
