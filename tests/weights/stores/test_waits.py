@@ -6,6 +6,7 @@ import runpy
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from vllm_module.errors import WeightReadError
 from vllm_module.weights.stores import http_client, http_connection, store
 from vllm_module.weights.stores.client import BusyError
 from vllm_module.weights.stores.place import parse
@@ -139,6 +141,64 @@ def test_closing_ends_requests_under_way(server: Any) -> None:
         client.close()
         assert "the store was closed" in str(reading.exception(timeout=2))
         done.set()
+
+
+def reading(works: Callable[[store.Store], Iterator[Callable[[], None]]]) -> list[BaseException]:
+    """Return what a thread raises that does ``works`` with a store; it has two seconds."""
+    place = parse("https://host/m")
+    opened, errors = store.Store(place, http_client.web_client(place)), []
+
+    def read() -> None:
+        try:
+            opened.together(works(opened))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(2)
+    assert not thread.is_alive()
+    return errors
+
+
+def test_closing_ends_requests_that_have_not_begun() -> None:
+    """While others are under way, those that wait for a thread are dropped, and the read fails."""
+    submitted, closed = threading.Event(), threading.Event()
+
+    def works(opened: store.Store) -> Iterator[Callable[[], None]]:
+        def close() -> None:
+            submitted.wait(5)
+            opened.close()
+            closed.set()
+
+        yield close
+        for _ in range(store.UNDER_WAY + 3):
+            yield lambda: None if closed.wait(5) else None
+        submitted.set()
+
+    (error,) = reading(works)
+    assert isinstance(error, WeightReadError)
+    assert "was closed" in str(error)
+
+
+def test_what_is_under_way_is_waited_for_where_no_more_can_begin() -> None:
+    """It writes to memory of the caller, who may free that when the error comes."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        time.sleep(0.3)
+        ended.set()
+
+    def works(opened: store.Store) -> Iterator[Callable[[], None]]:
+        yield write
+        begun.wait(5)
+        opened.close()
+        yield write
+
+    (error,) = reading(works)
+    assert isinstance(error, WeightReadError)
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize("silent", ["config.json", FILE])
