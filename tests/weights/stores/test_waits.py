@@ -171,9 +171,12 @@ def test_closing_ends_requests_that_have_not_begun() -> None:
             opened.close()
             closed.set()
 
+        def wait() -> None:
+            closed.wait(5)
+
         yield close
         for _ in range(store.UNDER_WAY + 3):
-            yield lambda: None if closed.wait(5) else None
+            yield wait
         submitted.set()
 
     (error,) = reading(works)

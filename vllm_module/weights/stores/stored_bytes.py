@@ -91,8 +91,9 @@ class StoredBytes:
             for future in futures:
                 if future.done():
                     future.result()
-        except BaseException:
-            self._store.close()  # or the requests under way would be waited for
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: requests under way end at once
+                self._store.close()
             raise
         finally:
             executor.shutdown(cancel_futures=True)
