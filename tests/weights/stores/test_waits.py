@@ -13,8 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_module.errors import WeightReadError
+from vllm_module.weights import reading as weight_reading
 from vllm_module.weights.stores import http_client, http_connection, store
 from vllm_module.weights.stores.client import BusyError
 from vllm_module.weights.stores.place import parse
@@ -22,7 +24,7 @@ from vllm_module.weights.stores.place import parse
 # Pytest's importlib mode has no imports between test files.
 STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
 FILE, web, state, busy = (STORES[name] for name in ("FILE", "web", "state", "busy"))
-always, refused = (STORES[name] for name in ("always", "refused"))
+always, refused, opened = (STORES[name] for name in ("always", "refused", "opened"))
 
 
 @pytest.fixture
@@ -146,11 +148,11 @@ def test_closing_ends_requests_under_way(server: Any) -> None:
 def reading(works: Callable[[store.Store], Iterator[Callable[[], None]]]) -> list[BaseException]:
     """Return what a thread raises that does ``works`` with a store; it has two seconds."""
     place = parse("https://host/m")
-    opened, errors = store.Store(place, http_client.web_client(place)), []
+    closing, errors = store.Store(place, http_client.web_client(place)), []
 
     def read() -> None:
         try:
-            opened.together(works(opened))
+            closing.together(works(closing))
         except BaseException as error:
             errors.append(error)
 
@@ -165,10 +167,10 @@ def test_closing_ends_requests_that_have_not_begun() -> None:
     """While others are under way, those that wait for a thread are dropped, and the read fails."""
     submitted, closed = threading.Event(), threading.Event()
 
-    def works(opened: store.Store) -> Iterator[Callable[[], None]]:
+    def works(closing: store.Store) -> Iterator[Callable[[], None]]:
         def close() -> None:
             submitted.wait(5)
-            opened.close()
+            closing.close()
             closed.set()
 
         def wait() -> None:
@@ -193,10 +195,10 @@ def test_what_is_under_way_is_waited_for_where_no_more_can_begin() -> None:
         time.sleep(0.3)
         ended.set()
 
-    def works(opened: store.Store) -> Iterator[Callable[[], None]]:
+    def works(closing: store.Store) -> Iterator[Callable[[], None]]:
         yield write
         begun.wait(5)
-        opened.close()
+        closing.close()
         yield write
 
     (error,) = reading(works)
@@ -232,3 +234,34 @@ def test_an_interrupt_ends_a_load_whose_store_is_silent(
     finally:
         done.set()
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_a_request_of_another_thread(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes when the main thread has read its share, and waits for a thread that reads."""
+    monkeypatch.setattr(weight_reading, "_REMOTE_BATCH_BYTES", 4096)
+    monkeypatch.setattr(weight_reading, "reader_threads", lambda device: 2)
+    done, main = threading.Event(), threading.main_thread().ident
+    url = web(server)
+    with opened(url) as checkpoint:
+        jobs = [(each, torch.empty(each.shape)) for each in checkpoint.values()]
+        first = jobs[0][0].byte_range[0]
+
+        def fault(handler: Any) -> bool:
+            begin, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+            if not begin <= first <= end or jobs[0][0].file.name not in handler.path:
+                return False
+            threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+            return done.wait(10)
+
+        server.fault = fault
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        begun = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                weight_reading.read_all(jobs)
+            assert time.monotonic() - begun < 5
+        finally:
+            done.set()
+            signal.signal(signal.SIGINT, before)
