@@ -157,6 +157,10 @@ def test_netrc_is_sent_to_its_host(
     opened(web(server)).close()
     value = "Basic " + base64.b64encode(b"me:HIDDEN").decode()
     assert {headers.get("Authorization") for _, headers in server.requests} == {value}
+    server.requests.clear()
+    path.write_bytes(b"machine 127.0.0.1 login me password \xe4\n")  # no UTF-8
+    opened(web(server)).close()
+    assert {headers.get("Authorization") for _, headers in server.requests} == {None}
 
 
 @pytest.mark.parametrize(
