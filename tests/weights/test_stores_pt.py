@@ -20,7 +20,7 @@ from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights
 from vllm_module.weights import source
-from vllm_module.weights.stores import stored_bytes
+from vllm_module.weights.stores import store, stored_bytes
 
 servers: Any = runpy.run_path(str(Path(__file__).with_name("stores_server.py")))
 CONFIG: dict[str, Any] = {
@@ -143,6 +143,25 @@ def test_headers_of_members_are_requested_together(
     with pytest.raises(WeightReadError, match=r"one/pytorch_model.bin.*could be read when it"):
         found.open()
     assert 0 < len(headers) <= asked
+
+
+def test_a_network_that_fails_is_no_damage_of_the_file(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the list of an archive cannot be read, the error is that of the network."""
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0.0)
+    found = ModelSource.find(ModelConfig(model=f"{server.url}/one"), "pt")
+
+    def fault(handler: Any) -> bool:
+        if handler.headers["Range"].startswith("bytes=0-"):
+            return False
+        handler.answer(503)
+        return True
+
+    server.fault = fault
+    with pytest.raises(WeightReadError, match="load again when the store") as error:
+        found.open()
+    assert "damaged" not in str(error.value)
 
 
 def test_the_file_that_cannot_be_read_is_named(
