@@ -125,7 +125,7 @@ def hub(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return server
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 410])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 410])
 def test_the_hub_is_read_by_ranges(hub: Any, local: Any, status: int) -> None:
     """A commit is pinned; the token goes to the hub alone; an expired target is asked for anew."""
     given = ModelConfig(model="hf://owner/name@main", hf_token="hf_HIDDEN")

@@ -183,8 +183,9 @@ class HttpClient:
         remembered = url != original
         for _ in range(_MOST_REDIRECTS + 1):
             connection, answer = self._send(request, urlsplit(url), headers)
-            if remembered and answer.status in (401, 403, 404, 410):
-                # A target's signature is valid for some time only. Ask for a new one.
+            if remembered and answer.status in (400, 401, 403, 404, 410):
+                # A target's signature is valid for some time only. Ask for a new one. Google's
+                # storage answers 400 then (ExpiredToken).
                 answer.close()
                 connection.opened.close()
                 with self._lock:
