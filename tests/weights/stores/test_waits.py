@@ -206,6 +206,32 @@ def test_what_is_under_way_is_waited_for_where_no_more_can_begin() -> None:
     assert ended.is_set()
 
 
+def test_where_no_thread_can_be_started_nothing_is_written_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The executor keeps the work for which it wanted a thread, and would do it later."""
+    start, started, done = threading.Thread.start, [], []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("store-request"):
+            started.append(thread)
+            if len(started) > 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+
+    def write() -> None:
+        time.sleep(0.1)
+        done.append(time.monotonic())
+
+    (error,) = reading(lambda closing: iter([write] * 4))
+    assert "can't start new thread; raise the limit of threads" in str(error)
+    assert len(done) == 2
+    time.sleep(0.3)
+    assert len(done) == 2
+
+
 @pytest.mark.parametrize("silent", ["config.json", FILE])
 def test_an_interrupt_ends_a_load_whose_store_is_silent(
     server: Any, kind: Any, silent: str, monkeypatch: pytest.MonkeyPatch

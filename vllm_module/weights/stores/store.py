@@ -128,7 +128,10 @@ class Store:
             for work in works:
                 futures.append(self._executor.submit(work))
             wait_for(futures, until_failure=True)
-        except RuntimeError as error:  # shut down
+        except RuntimeError as error:
+            if not self._ended.is_set():  # no more threads, and the work is left in the queue
+                self.close()
+                closed = f"{self._where()}: {error}; raise the limit of threads (ulimit -u)"
             raise WeightReadError(closed) from error
         except BaseException:  # an interrupt, which is not to wait for a store that is away
             self._ended.set()
