@@ -235,6 +235,20 @@ def test_chunks_in_safetensors_are_read(tmp_path: Path) -> None:
         path.write_bytes(data)
 
 
+def test_two_chunks_of_one_safetensors_file_are_refused(tmp_path: Path) -> None:
+    """torch's writer keeps the last of a rank's chunks, which would be read for each of them."""
+    write_in_safetensors(tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    place = metadata.storage_data[MetadataIndex("model.w", torch.Size((3, 0)), 1)]
+    place.relative_path = "__0_0.distcp"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(WeightReadError, match="several chunks of it"),
+    ):
+        checkpoint["w"].read()
+
+
 def test_parts_that_ranks_wrote_as_safetensors_are_named(tmp_path: Path) -> None:
     """Files of Hugging Face's writer that nobody put together are refused with what to do."""
     info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, 0]}}), "format": "pt"}

@@ -219,6 +219,10 @@ def test_tensors_of_other_dimensions_are_refused(tmp_path: Path) -> None:
         message = rf"'blk\.0\.ffn_gate_exps\.weight' should have the weights of {count} experts"
         with pytest.raises(CheckpointFormatError, match=message):
             open_checkpoint(small_file(path, "qwen3moe", keys, **{layer: shape}))
+    keys_of_heads = small_file(path, "deepseek2", {}, blk__0__attn_k_b=(12, 4))  # ik_llama.cpp's
+    message = r"'blk\.0\.attn_k_b\.weight' should have the dimensions heads, .* is \[12, 4\]"
+    with pytest.raises(CheckpointFormatError, match=message):
+        open_checkpoint(keys_of_heads)
     keys = {"attention.head_count": 1, "block_count": 1, "context_length": 8}
     many = small_file(path, "llama", keys, token_embd=(2, 8), rope_freqs=(70_000,))
     with open_checkpoint(many) as checkpoint:

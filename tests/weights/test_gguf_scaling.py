@@ -161,6 +161,19 @@ def test_a_scaling_without_a_type_is_linear(model: Any, tmp_path: Path) -> None:
         assert scaling_of(tmp_path, model, add) == {"rope_type": "linear", "factor": 4.0}
 
 
+def test_a_multiplier_that_is_no_number_is_refused(model: Any, tmp_path: Path) -> None:
+    """Not with an error of Python's."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+        writer.add_string("llama.rope.scaling.yarn_log_multiplier", "0.1")
+
+    with pytest.raises(CheckpointFormatError, match="yarn_log_multiplier should be a float"):
+        scaling_of(tmp_path, model, change)
+
+
 @pytest.mark.parametrize("key", ["attn_factor", "yarn_beta_fast", "yarn_ext_factor"])
 def test_a_setting_of_scaling_that_is_not_taken_is_refused(
     model: Any, tmp_path: Path, key: str

@@ -151,9 +151,11 @@ def test_text_is_encoded_and_decoded_as_by_transformers(
     path = write(*KINDS[kind], add)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = Tokenizer(find_source(str(path)).folder)
+    # Without the key, transformers adds nothing in these two, where llama.cpp adds it.
+    first = [theirs.bos_token_id] if adds is None and kind in ("llama-bpe", "tekken") else []
     for text in TEXTS:
         for special in (True, False):
-            ids = theirs(text, add_special_tokens=special)["input_ids"]
+            ids = first * special + theirs(text, add_special_tokens=special)["input_ids"]
             assert ours.encode(text, special) == ids, text
             for skip in (True, False):
                 decoded = theirs.decode(ids, skip_special_tokens=skip)
@@ -301,6 +303,11 @@ ADDED = [  # model, keys, what is before and after a text
     ("gpt2", {"add_eos_token": True}, (False, True)),
     ("gpt2", {"add_bos_token": True, "add_eos_token": True}, (True, True)),
     ("gpt2", {"add_bos_token": True, "bos_token_id": None}, (False, False)),
+    # As in llama.cpp's llama-vocab.cpp, which sets add_bos for these two kinds of pre-tokenizer.
+    ("gpt2", {"pre": "llama-bpe"}, (True, False)),
+    ("gpt2", {"pre": "tekken"}, (True, False)),
+    ("gpt2", {"pre": "qwen2"}, (False, False)),
+    ("gpt2", {"pre": "tekken", "add_bos_token": False}, (False, False)),
 ]
 
 
@@ -324,8 +331,8 @@ def test_texts_and_pairs_begin_and_end_as_the_keys_say(
     assert pair.type_ids == [0] * ends + [1] * (len(pair.ids) - ends)
     for name, at, known in (("bos", 0, keys.get("bos_token_id", 0) is not None), ("eos", 1, True)):
         assert config.get(f"{name}_token") == (tokens[at] if known else None)
-        named = keys.get(f"add_{name}_token", name == "bos" and model == "llama")
-        assert config[f"add_{name}_token"] is named
+        if known:
+            assert config[f"add_{name}_token"] is added[name == "eos"]
     assert config["clean_up_tokenization_spaces"] is False
 
 

@@ -259,8 +259,10 @@ ENTRIES: list[tuple[str, Any, str, Any]] = [
     ("tied_embeddings", None, "tie_word_embeddings", ABSENT),
     ("sliding_window", None, "sliding_window", None),
     ("sliding_window", ABSENT, "sliding_window", None),
-    ("rope_theta", None, "rope_theta", 10000.0),
-    ("rope_theta", ABSENT, "rope_theta", 10000.0),
+    # https://github.com/mistralai/mistral-inference, transformer.py: 1e6 unless there is a window
+    # (Mixtral 8x7B and Mistral 7B v0.1 have no entry, and were trained with 1e6 and 1e4).
+    ("rope_theta", None, "rope_theta", 1e6),
+    ("rope_theta", ABSENT, "rope_theta", 1e6),
     ("n_kv_heads", ABSENT, "num_key_value_heads", ABSENT),
     ("head_dim", ABSENT, "head_dim", ABSENT),
     *[(name, ABSENT, "", f"has no {name}") for name in (
@@ -306,6 +308,14 @@ def test_every_entry_of_params_is_the_one_of_config(
     made = json.loads(mistral_small_files(LocalFiles(tmp_path))["config.json"])
     assert made.get(new, ABSENT) == expected
     assert made["stored_rotary_pairs"] is True
+
+
+def test_an_old_model_with_a_window_rotates_by_its_base(tmp_path: Path) -> None:
+    """Mistral 7B v0.1 has a window and no ``rope_theta``; its base is 10,000."""
+    given = {name: each for name, each in PARAMS.items() if name != "rope_theta"}
+    (tmp_path / "params.json").write_text(json.dumps({**given, "sliding_window": 4096}))
+    made = json.loads(mistral_small_files(LocalFiles(tmp_path))["config.json"])
+    assert made["rope_theta"] == 1e4
 
 
 def test_files_beside_the_weights_are_taken(tmp_path: Path) -> None:

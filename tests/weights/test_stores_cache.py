@@ -21,6 +21,7 @@ from vllm_module.distributed import run_ranks
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights, write_checkpoint
 from vllm_module.weights import source
+from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import cache
 from vllm_module.weights.stores.client import Version
 
@@ -264,6 +265,19 @@ def test_an_endpoint_has_files_of_its_own(tmp_path: Path) -> None:
         opened.keep(0, data)
     assert read(tmp_path, version, "a") == b"aaaa"
     assert read(tmp_path, version, "b") == b"bbbb"
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ACCOUNT_NAME"])
+def test_what_the_environment_adds_to_a_url_tells_stores_apart(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A container of one Azure account is not that of another, and their URLs are the same."""
+    origins = set()
+    for value in ("one", "two"):
+        monkeypatch.setenv(name, value)
+        made = find_source(f"{server.url}/model", download_dir=str(tmp_path))._cache()  # type: ignore[attr-defined]
+        origins.add(made._of(URL))
+    assert len(origins) == 2
 
 
 def read(folder: Path, version: Version, origin: str = "", fetched: bytes = b"") -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights
 from vllm_module.weights import source
-from vllm_module.weights.stores import stored_bytes
+from vllm_module.weights.stores import store, stored_bytes
 
 servers: Any = runpy.run_path(str(Path(__file__).with_name("stores_server.py")))
 CONFIG: dict[str, Any] = {
@@ -142,6 +143,50 @@ def test_headers_of_members_are_requested_together(
     with pytest.raises(WeightReadError, match=r"one/pytorch_model.bin.*could be read when it"):
         found.open()
     assert 0 < len(headers) <= asked
+
+
+def test_a_network_that_fails_is_no_damage_of_the_file(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the list of an archive cannot be read, the error is that of the network."""
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0.0)
+    found = ModelSource.find(ModelConfig(model=f"{server.url}/one"), "pt")
+
+    def fault(handler: Any) -> bool:
+        if handler.headers["Range"].startswith("bytes=0-"):
+            return False
+        handler.answer(503)
+        return True
+
+    server.fault = fault
+    with pytest.raises(WeightReadError, match="load again when the store") as error:
+        found.open()
+    assert "damaged" not in str(error.value)
+
+
+def test_the_file_that_cannot_be_read_is_named(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not another one, whose headers were asked for at the same time."""
+    monkeypatch.setattr(stored_bytes, "_FIRST_BYTES", 512)
+    found = ModelSource.find(ModelConfig(model=f"{server.url}/two"), "pt")
+    failed = threading.Event()
+
+    def fault(handler: Any) -> bool:
+        first, last = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        is_header = first > 0 and last + 1 - first == stored_bytes._LEAST_BYTES
+        if is_header and handler.path.endswith("part-1.bin"):
+            handler.answer(404)
+            failed.set()
+            return True
+        if is_header:
+            failed.wait(5)
+            time.sleep(0.2)
+        return False
+
+    server.fault = fault
+    with pytest.raises(WeightReadError, match=r"two/part-1.bin.*could be read when it"):
+        found.open()
 
 
 def test_a_pickle_that_asks_for_more_than_tensors_is_refused(server: Any) -> None:

@@ -198,6 +198,7 @@ REFUSED = {
     "a longer storage": (longer_storage(), "'a': its storage '0' should have 480 bytes, .* has 96"),
     "a member elsewhere": (elsewhere(), "is not where it should be|is broken"),
     "no bytes": (b"", "no zip archive"),
+    "a few bytes": (b"PK\x03\x04" + bytes(9), "shorter than the end of an archive"),
     "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", "it is a Git LFS pointer"),
 }  # fmt: skip
 

@@ -83,6 +83,9 @@ class FileBytes:
             self._finalizer()
             self._mapping = None  # is unmapped when the last copy out of it has ended
 
+    def interrupt(self) -> None:
+        """Do nothing: a read of a file ends soon."""
+
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes (of the header) without counting them in ``bytes_read``."""
         data = bytearray(length)

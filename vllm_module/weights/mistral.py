@@ -177,7 +177,9 @@ def _config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     config |= {"hidden_act": "silu", "sliding_window": params.get("sliding_window")}
-    config["rope_theta"] = params.get("rope_theta") or 10000.0
+    # As Mistral's own programs had it when models lacked the entry (before mistral-inference 1.0).
+    default = 1e6 if config["sliding_window"] is None else 1e4
+    config["rope_theta"] = params.get("rope_theta") or default
     lengths = [params[name] for name in _LENGTHS if params.get(name) is not None]
     # Mistral's own programs use this length if a file has none. Of two, vLLM uses the smaller.
     wrong = [each for each in lengths if type(each) is not int]  # refused with the others

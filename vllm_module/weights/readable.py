@@ -31,6 +31,9 @@ class Readable(Protocol):
     def close(self) -> None:
         """Close the file; reading from it afterwards is a WeightReadError."""
 
+    def interrupt(self) -> None:
+        """End the reads of a network that threads wait in, for an interrupt of the program."""
+
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Return ``length`` bytes (of the header) without counting them in ``bytes_read``."""
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from queue import Empty, Full, Queue
 from threading import Thread
+from typing import TypeGuard
 
 import torch
 
@@ -18,6 +19,7 @@ from vllm_module.weights.handle import (
     read_together,
 )
 from vllm_module.weights.pieces import Job, cut, nbytes_of
+from vllm_module.weights.readable import Readable
 from vllm_module.weights.staging import StagedReader, Staging, device_to_stage
 
 # bytes: smaller weights are queued together, because each queue operation costs tens of µs.
@@ -68,6 +70,7 @@ class Readers:
         self._threads: list[Thread] = []
         self._errors: list[BaseException] = []
         self.stopped, self._queued = False, 0
+        self._remote: set[Readable] = set()  # files of stores that threads may wait for
         # A new thread has torch's default modes, not those of the thread that starts it.
         self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -75,7 +78,8 @@ class Readers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stopped |= error[0] is not None
+        if error[1] is not None:
+            self._stop(error[1])
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -119,8 +123,8 @@ class Readers:
                         batch, nbytes = [], 0
             if batch:
                 self._read_batch(batch)
-        except BaseException:
-            self.stopped = True
+        except BaseException as error:
+            self._stop(error)
             raise
         finally:
             if self._queued:
@@ -134,6 +138,7 @@ class Readers:
         """Queue a batch for the threads or, if the queue is full, read it in this thread."""
         self._raise_error()
         self._queued += 1
+        self._remote.update(weight.file_bytes for weight, _ in batch if _is_remote(weight))
         if self._queued >= _FIRST_BATCHES or _is_remote(batch[0][0]) or self._queue.full():
             self._start_threads()
         try:
@@ -167,6 +172,13 @@ class Readers:
             finally:
                 self._queue.task_done()
 
+    def _stop(self, error: object) -> None:
+        """Read no more. An interrupt does not wait for a store that is silent."""
+        self.stopped = True
+        if not isinstance(error, Exception):
+            for file_bytes in self._remote:
+                file_bytes.interrupt()
+
     def _raise_error(self) -> None:
         """Raise a thread's exception and drop it, because its frames keep tensors alive."""
         if self._errors:
@@ -191,7 +203,7 @@ class Readers:
                     self._queue.task_done()
 
 
-def _is_remote(weight: Handle) -> bool:
+def _is_remote(weight: Handle) -> TypeGuard[FileHandle]:
     return isinstance(weight, FileHandle) and weight.file_bytes.remote
 
 

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import huggingface_hub
 import pytest
@@ -18,6 +19,7 @@ from vllm_module import ModelConfig
 from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.source import find_source
+from vllm_module.weights.stores.http_connection import HttpConnection
 
 # Pytest's importlib mode has no imports between test files.
 STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
@@ -65,7 +67,10 @@ def test_obstore_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
         find_source("s3://bucket/folder")
 
 
-@pytest.mark.parametrize("proxy", ["http://me:HIDDEN@h:abc", "http://me:HIDDEN@", "http://[h"])
+@pytest.mark.parametrize(
+    "proxy",
+    ["http://me:HIDDEN@h:abc", "http://me:HIDDEN@", "http://[h", "socks5://me:HIDDEN@127.0.0.1:9"],
+)
 def test_a_proxy_that_is_not_valid_is_refused(
     server: Any, monkeypatch: pytest.MonkeyPatch, proxy: str
 ) -> None:
@@ -73,6 +78,17 @@ def test_a_proxy_that_is_not_valid_is_refused(
     monkeypatch.setenv("http_proxy", proxy)
     monkeypatch.setenv("no_proxy", "")
     assert "correct http_proxy" in refused("http://inside.invalid/model")
+
+
+def test_an_address_of_ipv6_needs_no_port(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last number is not one; a tunnel through a proxy leads there too."""
+    for scheme, port in (("http", 80), ("https", 443)):
+        connection = HttpConnection.to(urlsplit(f"{scheme}://[2001:db8::5]/m")).opened
+        assert (connection.host, connection.port) == ("2001:db8::5", port)
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid:8080")
+    monkeypatch.setenv("no_proxy", "")
+    tunnel: Any = HttpConnection.to(urlsplit("https://[2001:db8::5]/m")).opened
+    assert (tunnel._tunnel_host, tunnel._tunnel_port) == ("2001:db8::5", 443)
 
 
 COMMIT = "a" * 40
@@ -109,7 +125,7 @@ def hub(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return server
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 410])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 410])
 def test_the_hub_is_read_by_ranges(hub: Any, local: Any, status: int) -> None:
     """A commit is pinned; the token goes to the hub alone; an expired target is asked for anew."""
     given = ModelConfig(model="hf://owner/name@main", hf_token="hf_HIDDEN")
@@ -141,6 +157,10 @@ def test_netrc_is_sent_to_its_host(
     opened(web(server)).close()
     value = "Basic " + base64.b64encode(b"me:HIDDEN").decode()
     assert {headers.get("Authorization") for _, headers in server.requests} == {value}
+    server.requests.clear()
+    path.write_bytes(b"machine 127.0.0.1 login me password \xe4\n")  # no UTF-8
+    opened(web(server)).close()
+    assert {headers.get("Authorization") for _, headers in server.requests} == {None}
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,26 @@ def test_a_key_that_is_no_path_hides_no_file(server: Any, local: Any, key: str) 
     assert same(state("s3://bucket/folder"), local[0][0])
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "other.json"])
+def test_a_file_that_is_listed_and_forbidden_is_named(server: Any, name: str) -> None:
+    """Without it the model would answer otherwise; only files that nothing reads are left out."""
+    s3(server)
+    there = listed([name])
+
+    def fault(handler: Any) -> bool:
+        if handler.path.endswith(name):
+            handler.answer(403)
+            return True
+        return there(handler)
+
+    server.fault = fault
+    if name == "other.json":
+        assert find_source("s3://bucket/folder").folder.is_dir()
+        return
+    with pytest.raises(CheckpointFormatError, match=rf"folder/{name}: .*set AWS_ACCESS_KEY_ID"):
+        find_source("s3://bucket/folder")
+
+
 def test_small_files_have_a_limit(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many of them, and too many bytes of them, are refused, and so is a full disk."""
     s3(server)

@@ -32,12 +32,15 @@ from vllm_module.weights import open_checkpoint, source
 from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.source import Folder, find_source
 from vllm_module.weights.stores import spans, store, stored_bytes
+from vllm_module.weights.stores.obstore_client import ObstoreClient
+from vllm_module.weights.stores.place import parse
 
 # Pytest's importlib mode has no imports between test files.
 STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
 support, CONFIG, FILE, LIST = (STORES[name] for name in ("support", "CONFIG", "FILE", "LIST"))
 listing, web, state, same = (STORES[name] for name in ("listing", "web", "state", "same"))
 whole, refused, opened = (STORES[name] for name in ("whole", "refused", "opened"))
+always, s3 = STORES["always"], STORES["s3"]
 
 
 def test_ranks_have_the_bits_of_the_local_folder(server: Any, kind: Any, local: Any) -> None:
@@ -65,6 +68,14 @@ def test_a_store_without_versions_is_named_once(
     (record,) = caplog.records
     assert "sends neither ETag nor Last-Modified" in record.message
     assert url in record.message
+
+
+@pytest.mark.parametrize(("tag", "is_proof"), [('"one"', True), ('W/"one"', False)])
+def test_a_weak_tag_of_a_bucket_proves_nothing(server: Any, tag: str, is_proof: bool) -> None:
+    """RFC 9110, section 8.8.1; with the time of change alone, as of a web server."""
+    s3(server, always(lambda handler: handler.serve(200, ETag=tag), FILE))
+    client = ObstoreClient(parse("s3://bucket/folder"))
+    assert client.read(FILE, 0, memoryview(bytearray(8))).version[1:] == ('"one"', is_proof)
 
 
 def test_a_fork_leaves_the_folder_to_its_parent(server: Any) -> None:

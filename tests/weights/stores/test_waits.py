@@ -6,13 +6,17 @@ import runpy
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from vllm_module.errors import WeightReadError
+from vllm_module.weights import reading as weight_reading
 from vllm_module.weights.stores import http_client, http_connection, store
 from vllm_module.weights.stores.client import BusyError
 from vllm_module.weights.stores.place import parse
@@ -20,7 +24,7 @@ from vllm_module.weights.stores.place import parse
 # Pytest's importlib mode has no imports between test files.
 STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
 FILE, web, state, busy = (STORES[name] for name in ("FILE", "web", "state", "busy"))
-always, refused = (STORES[name] for name in ("always", "refused"))
+always, refused, opened = (STORES[name] for name in ("always", "refused", "opened"))
 
 
 @pytest.fixture
@@ -141,6 +145,93 @@ def test_closing_ends_requests_under_way(server: Any) -> None:
         done.set()
 
 
+def reading(works: Callable[[store.Store], Iterator[Callable[[], None]]]) -> list[BaseException]:
+    """Return what a thread raises that does ``works`` with a store; it has two seconds."""
+    place = parse("https://host/m")
+    closing, errors = store.Store(place, http_client.web_client(place)), []
+
+    def read() -> None:
+        try:
+            closing.together(works(closing))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(2)
+    assert not thread.is_alive()
+    return errors
+
+
+def test_closing_ends_requests_that_have_not_begun() -> None:
+    """While others are under way, those that wait for a thread are dropped, and the read fails."""
+    submitted, closed = threading.Event(), threading.Event()
+
+    def works(closing: store.Store) -> Iterator[Callable[[], None]]:
+        def close() -> None:
+            submitted.wait(5)
+            closing.close()
+            closed.set()
+
+        def wait() -> None:
+            closed.wait(5)
+
+        yield close
+        for _ in range(store.UNDER_WAY + 3):
+            yield wait
+        submitted.set()
+
+    (error,) = reading(works)
+    assert isinstance(error, WeightReadError)
+    assert "was closed" in str(error)
+
+
+def test_what_is_under_way_is_waited_for_where_no_more_can_begin() -> None:
+    """It writes to memory of the caller, who may free that when the error comes."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        time.sleep(0.3)
+        ended.set()
+
+    def works(closing: store.Store) -> Iterator[Callable[[], None]]:
+        yield write
+        begun.wait(5)
+        closing.close()
+        yield write
+
+    (error,) = reading(works)
+    assert isinstance(error, WeightReadError)
+    assert ended.is_set()
+
+
+def test_where_no_thread_can_be_started_nothing_is_written_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The executor keeps the work for which it wanted a thread, and would do it later."""
+    start, started, done = threading.Thread.start, [], []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("store-request"):
+            started.append(thread)
+            if len(started) > 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+
+    def write() -> None:
+        time.sleep(0.1)
+        done.append(time.monotonic())
+
+    (error,) = reading(lambda closing: iter([write] * 4))
+    assert "can't start new thread; raise the limit of threads" in str(error)
+    assert len(done) == 2
+    time.sleep(0.3)
+    assert len(done) == 2
+
+
 @pytest.mark.parametrize("silent", ["config.json", FILE])
 def test_an_interrupt_ends_a_load_whose_store_is_silent(
     server: Any, kind: Any, silent: str, monkeypatch: pytest.MonkeyPatch
@@ -169,3 +260,34 @@ def test_an_interrupt_ends_a_load_whose_store_is_silent(
     finally:
         done.set()
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_a_request_of_another_thread(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes when the main thread has read its share, and waits for a thread that reads."""
+    monkeypatch.setattr(weight_reading, "_REMOTE_BATCH_BYTES", 4096)
+    monkeypatch.setattr(weight_reading, "reader_threads", lambda device: 2)
+    done, main = threading.Event(), threading.main_thread().ident
+    url = web(server)
+    with opened(url) as checkpoint:
+        jobs = [(each, torch.empty(each.shape)) for each in checkpoint.values()]
+        first = jobs[0][0].byte_range[0]
+
+        def fault(handler: Any) -> bool:
+            begin, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+            if not begin <= first <= end or jobs[0][0].file.name not in handler.path:
+                return False
+            threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+            return done.wait(10)
+
+        server.fault = fault
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        begun = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                weight_reading.read_all(jobs)
+            assert time.monotonic() - begun < 5
+        finally:
+            done.set()
+            signal.signal(signal.SIGINT, before)

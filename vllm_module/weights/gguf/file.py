@@ -91,6 +91,11 @@ class GGUFFile(WeightFile):
                     self._turned.add(name)
 
     def _entries(self, tensor: GGUFTensor, architecture: Architecture) -> list[tuple[str, Entry]]:
+        if is_turned(tensor.name) and len(tensor.shape) != 3:
+            self._refuse(
+                f"tensor {shorten(tensor.name)} should have the dimensions heads, latent and "
+                f"features, and its shape is {list(tensor.shape)}: convert the model with llama.cpp"
+            )
         if "*" in renamed(tensor.name, architecture):
             metadata = self.metadata
             experts = metadata.get(f"{metadata['general.architecture']}.expert_count")

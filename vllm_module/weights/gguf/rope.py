@@ -88,6 +88,11 @@ def rope_scaling(of: Metadata) -> dict[str, Any] | None:
         scaling |= {entry: of.get(key) for key, entry in _YARN.items() if of.get(key) is not None}
         # The value of mscale and mscale_all_dim, which are equal wherever the key is written.
         if multiplier := of.get(_LOG_MULTIPLIER):
+            if not isinstance(multiplier, float):
+                raise CheckpointFormatError(
+                    f"{of.where}: {of.architecture}.{_LOG_MULTIPLIER} should be a float, and is "
+                    f"{shorten(multiplier)}; download the model again"
+                )
             # The converter of deepseek2 multiplies it by the 0.1 of the formula.
             mscale = multiplier * 10 if of.architecture == "deepseek2" else multiplier
             scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(mscale, 6))

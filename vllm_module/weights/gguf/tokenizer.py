@@ -61,7 +61,9 @@ _SPLITS: Mapping[str, tuple[str, ...] | None] = {
     "default": None,
     "gpt-2": None,
 }
-_WHOLE_FIRST = {*_LIKE_LLAMA3, "tekken"}  # a word in the vocabulary is used whole, without merges
+# With these, a word in the vocabulary is used whole, without merges, and texts begin with the token
+# "bos" unless a key says otherwise: ``llama_vocab::impl::load`` of llama.cpp.
+_WHOLE_FIRST = {*_LIKE_LLAMA3, "tekken"}
 
 
 def tokenizer_files(
@@ -90,10 +92,10 @@ def tokenizer_files(
         if type(token) is not int or not 0 <= token < len(tokens):
             _refuse(where, f"{key}_token_id", f"one of {len(tokens)} tokens", token)
         special[f"{name}_token"] = tokens[token]
-    # Older files lack this key; models of SentencePiece begin with that token.
+    # Many files lack this key, such as those of Llama 3.
+    begins = keys["model"] == "llama" or str(keys.get("pre")) in _WHOLE_FIRST
     adds = {
-        name: keys.get(f"add_{name}_token", name == "bos" and keys["model"] == "llama")
-        for name in ("bos", "eos")
+        name: keys.get(f"add_{name}_token", name == "bos" and begins) for name in ("bos", "eos")
     }
     files = {}
     if "tokenizer.json" not in taken:

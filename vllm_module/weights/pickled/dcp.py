@@ -146,6 +146,12 @@ class _Chunked(WeightFile):
         self, file: FileBytes, name: str, tensor: ChunkedTensor, chunk: StoredChunk, refuse: Refuse
     ) -> FileHandle:
         """Return a handle of a chunk in a safetensors file, whose header has its place."""
+        if sum(each.file == chunk.file for each in tensor.chunks) > 1:
+            # torch's writer puts a rank's chunks into a dict by name, and keeps the last one.
+            refuse(
+                "the file is safetensors, which has one tensor of a name, and .metadata says that "
+                "it has several chunks of it: save it with SerializationFormat.TORCH_SAVE"
+            )
         if chunk.file not in self._headers:
             self._headers[chunk.file] = read_header(file.path, file.size, file.read_bytes).entries
         entry = self._headers[chunk.file].get(tensor.key)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from vllm_module.base.messages import describe_error, printable, shorten
+from vllm_module.errors import WeightReadError
 from vllm_module.weights.header import DAMAGED, MAX_HEADER_BYTES, MAX_NAME
 from vllm_module.weights.pickled.pickle_records import BrokenPickleError, PickleError
 from vllm_module.weights.pickled.saved_tensors import SavedTensor, TensorReader
@@ -112,8 +113,11 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._bytes.size)[whence]
-        return self._at
+        at: int = offset + (0, self._at, self._bytes.size)[whence]
+        if at < 0:
+            raise ValueError("it is shorter than the end of an archive")
+        self._at = at
+        return at
 
     def tell(self) -> int:
         return self._at
@@ -148,6 +152,8 @@ def _members(file_bytes: Bytes, refuse: Refuse) -> dict[str, tuple[int, int]]:
     try:
         with zipfile.ZipFile(_Reader(file_bytes, _MOST_LIST)) as archive:
             listed = archive.infolist()
+    except WeightReadError:  # of a disk or a network
+        raise
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
         refuse(f"its zip archive is broken ({describe_error(error)}). {DAMAGED}")
     headers = [(member.header_offset, _LOCAL_HEADER) for member in listed]

@@ -21,6 +21,13 @@ class Version(NamedTuple):
     is_proof: bool
 
 
+def version_of(size: int, etag: str | None, changed: str | None) -> Version:
+    """Return a file's version by its ETag or else its time of change; a server may send neither."""
+    tag = etag or changed or ""
+    # A server that compresses for some calls such a tag weak, and for others not.
+    return Version(size, tag.removeprefix("W/"), bool(etag) and not tag.startswith("W/"))
+
+
 class Answer(NamedTuple):
     """How many bytes a range had, and the version of the file that it is from."""
 

@@ -26,8 +26,8 @@ from vllm_module.weights.stores.client import (
     ForbiddenError,
     MissingError,
     RefusedError,
-    Version,
     ends_before,
+    version_of,
 )
 from vllm_module.weights.stores.http_connection import (
     HttpConnection,
@@ -137,11 +137,8 @@ class HttpClient:
                     f"the server answers {asked} with {answer.length} bytes, and not {nbytes}"
                 )
             self._read_body(answer, view[:nbytes])
-            etag = answer.headers["ETag"]
-            tag = etag or answer.headers["Last-Modified"] or ""
-            # A server that compresses for some calls such a tag weak, and for others not.
-            is_proof = bool(etag) and not tag.startswith("W/")
-            return Answer(nbytes, Version(size, tag.removeprefix("W/"), is_proof))
+            headers = answer.headers
+            return Answer(nbytes, version_of(size, headers["ETag"], headers["Last-Modified"]))
 
     def _read_body(self, answer: http.client.HTTPResponse, view: memoryview) -> None:
         got = 0
@@ -186,8 +183,9 @@ class HttpClient:
         remembered = url != original
         for _ in range(_MOST_REDIRECTS + 1):
             connection, answer = self._send(request, urlsplit(url), headers)
-            if remembered and answer.status in (401, 403, 404, 410):
-                # A target's signature is valid for some time only. Ask for a new one.
+            if remembered and answer.status in (400, 401, 403, 404, 410):
+                # A target's signature is valid for some time only. Ask for a new one. Google's
+                # storage answers 400 then (ExpiredToken).
                 answer.close()
                 connection.opened.close()
                 with self._lock:
@@ -327,7 +325,7 @@ def web_client(place: Place, replica_token: str | None = None) -> HttpClient:
             return f"Bearer {token}"
         try:
             found = netrc.netrc().authenticators(url.hostname or "")
-        except (OSError, netrc.NetrcParseError):
+        except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
             return None
         return found and basic(found[0], found[2])
 

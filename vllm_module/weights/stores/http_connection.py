@@ -78,7 +78,7 @@ class _TLSConnection(http.client.HTTPSConnection):
     While http.client is at it, no other thread could shut the socket down.
     """
 
-    def __init__(self, host: str, port: int | None, server_hostname: str, timeout: float) -> None:
+    def __init__(self, host: str, port: int, server_hostname: str, timeout: float) -> None:
         self._server_hostname, self._tls = server_hostname, ssl.create_default_context()
         self._tls.set_alpn_protocols(["http/1.1"])
         super().__init__(host, port, timeout=timeout, context=self._tls)
@@ -110,12 +110,12 @@ class HttpConnection(NamedTuple):
             return HttpConnection(_opened(host, url.port, host if secure else None))
         try:
             via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-            valid = bool(via.hostname) and via.port != 0
+            valid = bool(via.hostname) and via.port != 0 and via.scheme in ("http", "https")
         except ValueError:
             valid = False
         if not valid:  # it is not shown, because it may hold a password
             raise RefusedError(
-                f"the proxy of the environment for {url.scheme}:// is no URL of a host and a port; "
+                f"the proxy of the environment for {url.scheme}:// is no URL http://host:port; "
                 f"correct {url.scheme}_proxy"
             )
         headers = {}
@@ -125,7 +125,7 @@ class HttpConnection(NamedTuple):
         connection = _opened(via.hostname or "", via.port, host if secure else None)
         if not secure:
             return HttpConnection(connection, headers)
-        connection.set_tunnel(host, url.port, headers)
+        connection.set_tunnel(host, url.port or http.client.HTTPS_PORT, headers)
         return HttpConnection(connection)
 
     def get(self, url: SplitResult, headers: dict[str, str]) -> http.client.HTTPResponse:
@@ -139,9 +139,10 @@ class HttpConnection(NamedTuple):
 
 def _opened(host: str, port: int | None, secure: str | None) -> http.client.HTTPConnection:
     """Return a connection that is not made yet; ``secure`` is whose certificate it demands."""
+    # A port always: http.client would look for one in the digits of an IPv6 address.
     if secure is not None:
-        return _TLSConnection(host, port, secure, _STALL_SECONDS)
-    return http.client.HTTPConnection(host, port, timeout=_STALL_SECONDS)
+        return _TLSConnection(host, port or http.client.HTTPS_PORT, secure, _STALL_SECONDS)
+    return http.client.HTTPConnection(host, port or http.client.HTTP_PORT, timeout=_STALL_SECONDS)
 
 
 @contextmanager

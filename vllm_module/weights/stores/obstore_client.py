@@ -22,8 +22,8 @@ from vllm_module.weights.stores.client import (
     ForbiddenError,
     MissingError,
     RefusedError,
-    Version,
     ends_before,
+    version_of,
 )
 from vllm_module.weights.stores.place import Place
 
@@ -119,8 +119,7 @@ class ObstoreClient:
         if len(data) != end - begin:
             raise BusyError(f"the answer ends after {len(data)} of {end - begin} bytes")
         view[: len(data)] = data
-        etag = meta["e_tag"]
-        version = Version(meta["size"], etag or str(meta["last_modified"]), bool(etag))
+        version = version_of(meta["size"], meta["e_tag"], str(meta["last_modified"]))
         return Answer(len(data), version)
 
     def close(self) -> None:

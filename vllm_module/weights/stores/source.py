@@ -262,7 +262,9 @@ class StoreSource:
         endpoints = [
             (name, value)
             for name, value in sorted(os.environ.items())
-            if re.fullmatch(r"(AWS|AZURE|GOOGLE|HF)_.*(ENDPOINT|BASE_URL).*", name, re.IGNORECASE)
+            if re.fullmatch(
+                r"(AWS|AZURE|GOOGLE|HF)_.*(ENDPOINT|BASE_URL|ACCOUNT_NAME).*", name, re.IGNORECASE
+            )
         ]
         return StoreCache(Path(folder), repr(endpoints))
 
@@ -311,8 +313,10 @@ class StoreSource:
 
             def fetch(name: str) -> None:
                 nonlocal room
-                data = store.fetch_optional(name, MAX_JSON_BYTES)
-                if data is None:
+                # One that is there and changes answers, such as a tokenizer, is not left out.
+                is_needed = name in _SMALL_NAMES and name in (listed or ())
+                take = store.fetch if is_needed else store.fetch_optional
+                if (data := take(name, MAX_JSON_BYTES)) is None:
                     return
                 with lock:
                     room -= len(data)

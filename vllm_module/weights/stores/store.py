@@ -43,7 +43,9 @@ def wait_for(futures: Sequence[Future[T]], *, until_failure: bool = False) -> No
     ends = FIRST_EXCEPTION if until_failure else ALL_COMPLETED
     while True:
         done, left = wait(futures, SLICE, ends)
-        if not left or (until_failure and any(map(_has_failed, done))):
+        # To wait(), one that a shutdown has cancelled never ends.
+        ended = all(future.cancelled() for future in left)
+        if ended or (until_failure and any(map(_has_failed, done))):
             return
 
 
@@ -120,14 +122,17 @@ class Store:
         If one raises, those that wait are dropped and those under way are waited for, because they
         write to memory of the caller.
         """
+        closed = f"{self._where()} was closed; open the checkpoint again"
+        futures: list[Future[T]] = []
         try:
-            futures = [self._executor.submit(work) for work in works]
-        except RuntimeError as error:  # shut down
-            raise WeightReadError(
-                f"{self._where()} was closed; open the checkpoint again"
-            ) from error
-        try:
+            for work in works:
+                futures.append(self._executor.submit(work))
             wait_for(futures, until_failure=True)
+        except RuntimeError as error:
+            if not self._ended.is_set():  # no more threads, and the work is left in the queue
+                self.close()
+                closed = f"{self._where()}: {error}; raise the limit of threads (ulimit -u)"
+            raise WeightReadError(closed) from error
         except BaseException:  # an interrupt, which is not to wait for a store that is away
             self._ended.set()
             self.client.close()
@@ -139,6 +144,8 @@ class Store:
         for future in futures:
             if not future.cancelled() and (failure := future.exception()) is not None:
                 raise failure
+        if any(future.cancelled() for future in futures):  # by the shutdown
+            raise WeightReadError(closed)
         return [future.result() for future in futures]
 
     def warn_of_changes(self) -> None:

@@ -67,6 +67,10 @@ class StoredBytes:
         """Refuse reading from now on."""
         self._closed = True
 
+    def interrupt(self) -> None:
+        """Close the store, which ends what is under way."""
+        self._store.close()
+
     def read_bytes(self, offset: int, length: int) -> bytes:
         """Read ``length`` bytes that are not counted as weights (the header)."""
         near = (data[offset - at :] for at, data in self._known if at <= offset)
@@ -91,8 +95,9 @@ class StoredBytes:
             for future in futures:
                 if future.done():
                     future.result()
-        except BaseException:
-            self._store.close()  # or the requests under way would be waited for
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.interrupt()
             raise
         finally:
             executor.shutdown(cancel_futures=True)
