@@ -124,14 +124,12 @@ class LoRALayer(AdapterModule):
         a, b = self.lora_A, self.lora_B
         experts = a.experts is not None
         ranks, outputs = a.shards[experts], b.shards[experts]
-        first = next(iter(self.modules_of))
+        present = [slot for slot in self.modules_of if slot not in self.absent]
         parts = []
         if len(ranks) == 1:  # one A for all of the layer's output
             size, end = ranks[0].length, outputs[-1].offset + outputs[-1].padded
-            whole = slice(0, size), slice(0, end)
-            parts.append(LowRankPart(*whole, self._config.scale(self.modules_of[first], size)))
+            parts.append(LowRankPart(slice(0, size), slice(0, end), self._scale(present, size)))
         else:
-            present = [slot for slot in self.modules_of if slot not in self.absent]
             for rank, output in zip(ranks, outputs, strict=True):
                 # Of experts, the slot of each.
                 slots = [each for each in present if f".{each}".endswith(f".{rank.name}")]
