@@ -120,11 +120,12 @@ def test_experts_one_by_one(tuned: Callable[[str], Any], tmp_path: Path, ranks: 
     again = Tuned(packed.base, tmp_path, packed.ids, packed.base_logits, packed.logits)
     assert_as_peft(again, ranks)
     assert_as_peft(again, ranks, slots=True)
-    config["alpha_pattern"] = {r"experts\.2\.w1": 3, **config["alpha_pattern"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     base = load_base(packed.base)
-    with pytest.raises(UnsupportedModelError, match="another scale than other experts"):
-        attach(load_adapter(base, tmp_path), 0, AdapterRows())
+    for slot in ("w1", "w2"):
+        one = config | {"alpha_pattern": {rf"experts\.2\.{slot}": 3, **config["alpha_pattern"]}}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(one))
+        with pytest.raises(UnsupportedModelError, match="another scale than other experts"):
+            attach(load_adapter(base, tmp_path), 0, AdapterRows())
 
 
 def test_an_update_is_in_place(tuned: Callable[[str], Any], tmp_path: Path) -> None:

@@ -78,6 +78,34 @@ def test_parameters_of_experts(tmp_path: Path, inter: int) -> None:
     torch.testing.assert_close(adapted_logits(base, adapter, IDS), logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "names", "patterns"),
+    [
+        # Mixtral's checkpoint has block_sparse_moe for what transformers calls mlp.
+        ("mixtral", PARAMETERS, {"mlp.experts.down_proj": 64}),
+        ("mixtral", ["mlp.gate.weight"], {"mlp.gate.weight": 64}),
+        # A parameter has a name of its own, which is not that of its module.
+        ("qwen3_moe", ["mlp.gate.weight"], {"mlp.gate": 64}),
+        ("qwen3_moe", ["mlp.gate.weight"], {"mlp.gate.weight": 64}),
+    ],
+)
+def test_patterns_are_for_the_names_that_peft_has(
+    tmp_path: Path, family: str, names: list[str], patterns: dict[str, int]
+) -> None:
+    """Ranks and scales of a module or parameter are those of its name in transformers."""
+    model = SUPPORT["small_model"](family, tmp_path / "base")
+    settings = {"alpha_pattern": patterns, "rank_pattern": dict.fromkeys(patterns, 3)}
+    adapted = adapt(
+        model, tmp_path / "adapter", target_modules=[], target_parameters=names, **settings
+    )
+    with torch.no_grad():
+        logits = adapted(IDS[None]).logits[0]
+    base = load_base(tmp_path / "base")
+    adapter = load_adapter(base, tmp_path / "adapter")
+    assert not torch.allclose(logits_of(base, IDS), logits, atol=1e-3)
+    torch.testing.assert_close(adapted_logits(base, adapter, IDS), logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "", None, "x"])
 @pytest.mark.parametrize("inter", [8, 16, 32])
 def test_parameters_of_experts_by_an_older_peft(

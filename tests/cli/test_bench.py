@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from vllm_module import LLM
+from vllm_module.cli.commands.bench import measure
 from vllm_module.cli.pictures.plots import plot_levels
 
 Run = Callable[..., Any]
@@ -86,6 +88,14 @@ def test_levels_of_concurrency(
     lines = run("bench", folder, *shape, "--plot", path).out.splitlines()
     assert [line.split()[0] for line in lines[-3:]] == ["1", "2", "3"]
     assert "levels" not in run("bench", folder, *shape, "--json").json
+
+
+def test_preemptions_are_those_of_the_run(folder: Path) -> None:
+    """A run after one with preemptions, as at a lower level, has none of its own."""
+    cache: dict[str, Any] = {"block_size": 4, "kv_cache_memory_bytes": 12_500, "max_model_len": 32}
+    with LLM(str(folder), device="cpu", skip_tokenizer_init=True, **cache) as llm:
+        assert measure(llm, 8, 24, 4, 4, seed=0)["preemptions"] > 0
+        assert measure(llm, 8, 24, 2, 1, seed=1)["preemptions"] == 0
 
 
 def test_a_plot_of_levels(tmp_path: Path) -> None:

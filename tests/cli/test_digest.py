@@ -79,6 +79,18 @@ def test_dummy_weights_have_no_digest(run: Run, folder: Path) -> None:
     assert "dummy weights are not stored" in result.err
 
 
+def test_a_sharded_state_keeps_the_digests_of_its_ranks(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    """Those of rank 0 alone are not written: a load of all ranks would refuse them."""
+    out = tmp_path / "out"
+    assert run("shard", folder, "--tp", 2, "--out", out).code == 0
+    result = run("digest", out, "--out", out / "digests.json")
+    assert (result.code, result.out) == (1, "")
+    assert "has a part for each rank" in " ".join(result.err.split())
+    assert run("load", out, "--tp", 2, "--digests").code == 0
+
+
 def test_files_are_compared_with_the_digests_beside_them(
     run: Run, folder: Path, tmp_path: Path
 ) -> None:

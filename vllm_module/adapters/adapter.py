@@ -18,6 +18,7 @@ from torch import nn
 
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
+from vllm_module.adapters.spellings import spellings
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
@@ -66,6 +67,7 @@ class LoRALayer(AdapterModule):
     Attributes:
         base: the layer; in a tuple, so that it is no child.
         modules_of: by slot, the name that a checkpoint has for the module.
+        spelled: by slot, the names that the settings may have for it: that, and those of aliases.
         is_parameter: these are names of parameters, which have no module of their own.
         is_embedding: the layer is an embedding: A has a column for each token.
         absent: slots that the adapter has neither A nor B for.
@@ -92,8 +94,9 @@ class LoRALayer(AdapterModule):
         if together and isinstance(base, ExpertsLinear) and node.parent is not None:
             names = {"": f"{node.parent.path}{base.packed}"}
         self.modules_of = names
+        self.spelled = {slot: spellings(node, each) for slot, each in names.items()}
         slots = output.names or ("",)  # experts of a layer have the same ranks, or are refused
-        ranks = [config.rank(name) for name in list(names.values())[: len(slots)]]
+        ranks = [config.rank(*each) for each in list(self.spelled.values())[: len(slots)]]
         most = max(ranks)
         rank = Dim(
             tuple(Slot(slot, each, 1, most) for slot, each in zip(slots, ranks, strict=True))
@@ -102,7 +105,7 @@ class LoRALayer(AdapterModule):
         self.lora_B = RankedColumnParameter(output, ranks=ranks, **common)
         if together and isinstance(base, ExpertsLinear):
             if not base.transposed and output.size == inputs.size:
-                config.refuse_old_experts(self.modules_of[""])
+                config.refuse_old_experts(*self.spelled[""])
             self.shard_names = ()
             self.stored_beside = {name: f"{base.packed}.{name}" for name in ("lora_A", "lora_B")}
         # On a device, rows are multiplied by copies in slots (layers/lora_slots.py).
@@ -124,14 +127,12 @@ class LoRALayer(AdapterModule):
         a, b = self.lora_A, self.lora_B
         experts = a.experts is not None
         ranks, outputs = a.shards[experts], b.shards[experts]
-        first = next(iter(self.modules_of))
+        present = [slot for slot in self.modules_of if slot not in self.absent]
         parts = []
         if len(ranks) == 1:  # one A for all of the layer's output
             size, end = ranks[0].length, outputs[-1].offset + outputs[-1].padded
-            whole = slice(0, size), slice(0, end)
-            parts.append(LowRankPart(*whole, self._config.scale(self.modules_of[first], size)))
+            parts.append(LowRankPart(slice(0, size), slice(0, end), self._scale(present, size)))
         else:
-            present = [slot for slot in self.modules_of if slot not in self.absent]
             for rank, output in zip(ranks, outputs, strict=True):
                 # Of experts, the slot of each.
                 slots = [each for each in present if f".{each}".endswith(f".{rank.name}")]
@@ -146,9 +147,13 @@ class LoRALayer(AdapterModule):
         ends = [each.offset + each.padded for each in outputs]
         self.places = tuple(parts), tuple(ends if len(ranks) > 1 else ends[-1:])
 
+    def scale(self, slot: str, rank: int) -> float:
+        """Return the factor of B @ A of a slot; ``rank`` is that of its A."""
+        return self._config.scale(*self.spelled[slot], rank=rank)
+
     def _scale(self, slots: Sequence[str], rank: int) -> float:
         """Return the factor that these slots share."""
-        scales = {self._config.scale(self.modules_of[slot], rank) for slot in slots}
+        scales = {self.scale(slot, rank) for slot in slots}
         if len(scales) > 1:
             raise UnsupportedModelError(
                 f"alpha_pattern gives {self.modules_of[slots[0]]} another scale than other experts "
@@ -335,7 +340,7 @@ class Adapter(AdapterModule):
             filled.setdefault(fill.location.node.module, set()).update(fill.slots)
         for layer in self.layers():
             present = filled.get(layer, set())
-            needed = {slot for slot, name in layer.modules_of.items() if self._targets(layer, name)}
+            needed = {slot for slot, each in layer.spelled.items() if self._targets(layer, each)}
             layer.absent = frozenset(layer.modules_of) - present - needed
             if present or needed:
                 layer.find_places()
@@ -366,13 +371,13 @@ class Adapter(AdapterModule):
             for each in problems
         ]
 
-    def _targets(self, layer: LoRALayer, name: str) -> bool:
+    def _targets(self, layer: LoRALayer, names: Sequence[str]) -> bool:
         (base,) = layer.base
         if layer.is_parameter:
-            return self.config.targets_parameter(name)
+            return self.config.targets_parameter(*names)
         if self.config.target_modules == "all-linear":
             return isinstance(base, LinearBase) and not isinstance(base, ParallelLMHead)
-        return self.config.targets(name) or self.config.targets_parameter(f"{name}.weight")
+        return self.config.targets(*names) or self.config.targets_weight(*names)
 
     def tensors(self) -> Iterator[nn.Parameter]:
         """Yield A and B of each layer."""

@@ -75,15 +75,15 @@ class AdapterConfig(Settings):
     base_model_name_or_path: str | None = None
     base_digest: str | None = None
 
-    def rank(self, module: str) -> int:
-        """Return the rank of the adapter of the module of this name."""
-        found: int = self._of_pattern(self._ranks, module, self.r)
+    def rank(self, *names: str) -> int:
+        """Return the rank of the adapter of the module that has any of these names."""
+        found: int = self._of_pattern(self._ranks, names, self.r)
         return found
 
-    def scale(self, module: str, rank: int | None = None) -> float:
-        """Return the factor of B @ A, for the module of this name; ``rank`` is that of its A."""
-        alpha = self._of_pattern(self._alphas, module, self.lora_alpha)
-        rank = self.rank(module) if rank is None else rank
+    def scale(self, *names: str, rank: int | None = None) -> float:
+        """Return the factor of B @ A, for the module of these names; ``rank`` is that of its A."""
+        alpha = self._of_pattern(self._alphas, names, self.lora_alpha)
+        rank = self.rank(*names) if rank is None else rank
         return float(alpha / (math.sqrt(rank) if self.use_rslora else rank))
 
     def check_same(self, other: AdapterConfig) -> None:
@@ -100,11 +100,15 @@ class AdapterConfig(Settings):
                 f"{shorten(', '.join(values))}: unload the adapter, and load this one"
             )
 
-    def targets_parameter(self, name: str) -> bool:
-        """Tell whether the parameter of this name is adapted by itself."""
-        return _ends_in(name, self.target_parameters or ())
+    def targets_parameter(self, *names: str) -> bool:
+        """Tell whether the parameter that has any of these names is adapted by itself."""
+        return any(_ends_in(name, self.target_parameters or ()) for name in names)
 
-    def refuse_old_experts(self, parameter: str) -> None:
+    def targets_weight(self, *names: str) -> bool:
+        """Tell whether the weight of the module with any of these names is adapted by itself."""
+        return self.targets_parameter(*(f"{name}.weight" for name in names))
+
+    def refuse_old_experts(self, *names: str) -> None:
         """Raise ``UnsupportedModelError`` if A and B may be of the transposed parameter.
 
         PEFT before 0.19.1 took the rows of experts' weights ``[experts, output, input]`` for their
@@ -113,18 +117,22 @@ class AdapterConfig(Settings):
         version = re.match(r"(\d+)\.(\d+)\.(\d+)", self.peft_version or "")
         if version is not None and tuple(map(int, version.groups())) >= (0, 19, 1):
             return
-        if self.targets_parameter(parameter):
+        if self.targets_parameter(*names):
             raise UnsupportedModelError(
-                f"{parameter} has as many outputs as inputs, and peft_version is "
+                f"{names[0]} has as many outputs as inputs, and peft_version is "
                 f"{shorten(self.peft_version)}: before 0.19.1, PEFT made A and B of the transposed "
                 f"weight there. Load the adapter with the PEFT that made it, and {_MERGE}; or set "
                 "the entry, if the experts' A are along their inputs"
             )
 
-    def targets(self, module: str) -> bool:
-        """Tell whether the module of this name is adapted, by PEFT's rules; not "all-linear"."""
+    def targets(self, *names: str) -> bool:
+        """Tell whether the module of these names is adapted, by PEFT's rules; not "all-linear"."""
+        excluded = any(self._fits("exclude_modules", name) for name in names)
+        return not excluded and any(map(self._is_target, names))
+
+    def _is_target(self, module: str) -> bool:
         modules = self.target_modules
-        if not modules or self._fits("exclude_modules", module):
+        if not modules:
             return False
         if isinstance(modules, frozenset) and module in modules:
             return True  # a whole name, which layers_to_transform does not change
@@ -157,10 +165,12 @@ class AdapterConfig(Settings):
             for each, value in self.alpha_pattern.items()
         ]
 
-    @staticmethod
-    def _of_pattern(patterns: Sequence[tuple[Expression, Any]], module: str, default: Any) -> Any:
-        name = ModuleName(module)
-        return next((value for each, value in patterns if each.fits(name)), default)
+    def _of_pattern(
+        self, patterns: Sequence[tuple[Expression, Any]], names: Sequence[str], default: Any
+    ) -> Any:
+        end = ".weight" if self.targets_weight(*names) else ""  # PEFT takes the parameter's name
+        tried = [ModuleName(name + end) for name in names]
+        return next((value for each, value in patterns if any(map(each.fits, tried))), default)
 
     def _is_chosen_layer(self, module: str) -> bool:
         chosen = self.layers_to_transform

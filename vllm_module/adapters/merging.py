@@ -186,9 +186,9 @@ def _low_ranks(adapter: Adapter, plan: LoadPlan) -> dict[nn.Module, dict[str, _L
     low_ranks: dict[nn.Module, dict[str, _LowRank]] = {}
     for (layer, slot), pair in found.items():
         name = layer.modules_of[slot]
-        is_parameter = layer.is_parameter or adapter.config.targets_parameter(f"{name}.weight")
+        is_parameter = layer.is_parameter or adapter.config.targets_weight(*layer.spelled[slot])
         a = pair["lora_A"]
-        scale = adapter.config.scale(name, a.shape[-2])
+        scale = layer.scale(slot, a.shape[-2])
         made = _LowRank(name, a, pair["lora_B"], scale, layer.is_embedding, is_parameter)
         low_ranks.setdefault(layer.base[0], {})[slot] = made
     return low_ranks

@@ -75,22 +75,22 @@ def plan_adapter(source: ModelSource, path: Path, tp_size: int, ep_size: int) ->
         plan = adapter.plan(without_copies(model, weights, lambda _: True))
         of_ranks = [plan.of_rank(rank).module for rank in range(max(tp_size, ep_size))]
         rank_bytes = [sum(each.nbytes for each in module.parameters()) for module in of_ranks]
-        modules = sorted(_modules(plan, config), key=lambda each: by_number(each.name))
+        modules = sorted(_modules(plan), key=lambda each: by_number(each.name))
     found = AdapterPlan(path, config, modules, rank_bytes, 0)
     return found._replace(slot_bytes=slot_bytes(model, 1, found.rank))
 
 
-def _modules(plan: LoadPlan, config: AdapterConfig) -> Iterator[AdaptedModule]:
-    pairs: dict[str, dict[str, Any]] = {}
+def _modules(plan: LoadPlan) -> Iterator[AdaptedModule]:
+    pairs: dict[tuple[LoRALayer, str], dict[str, Any]] = {}
     for fill in plan.fills:
         layer, slot = cast(LoRALayer, fill.location.node.module), fill.slot or ""
         if slot not in layer.absent:
-            pairs.setdefault(layer.modules_of[slot], {})[fill.location.attr] = fill.weight
-    for name, pair in pairs.items():
+            pairs.setdefault((layer, slot), {})[fill.location.attr] = fill.weight
+    for (layer, slot), pair in pairs.items():
         a, b = pair["lora_A"], pair["lora_B"]
-        rank = a.shape[-2]
+        name, rank = layer.modules_of[slot], a.shape[-2]
         nbytes = sum(each.shape.numel() * each.dtype.itemsize for each in (a, b))
-        scale = config.scale(name, rank)
+        scale = layer.scale(slot, rank)
         yield AdaptedModule(name, rank, scale, tuple(a.shape), tuple(b.shape), nbytes)
 
 

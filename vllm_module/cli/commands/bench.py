@@ -132,8 +132,6 @@ def measure(
     """Serve random prompts after a warm-up, and return what ``--json`` prints."""
     import torch
 
-    from vllm_module.runtime.metrics import Counter
-
     served = llm.model_config
     if served.max_model_len < input_len + output_len:
         raise CommandError(
@@ -143,9 +141,9 @@ def measure(
     generator = random.Random(seed)
     with working("warming up", lines=True):  # allocates and compiles
         serve(llm, generator, 1, 1, input_len, min(2, output_len))
+    before = _preemptions(llm)
     with working(f"serving {plural(num_prompts, 'prompt')}", lines=True) as show:
         run = serve(llm, generator, num_prompts, concurrency, input_len, output_len, show)
-    counters = {each.name: each.value for each in llm.get_metrics() if isinstance(each, Counter)}
     return {
         "checkpoint": llm.source.name,
         "dtype": served.dtype,
@@ -167,8 +165,16 @@ def measure(
         "peak_pages": run.peak_pages,
         "pages": served.num_gpu_blocks,
         "page_size": served.block_size,
-        "preemptions": counters["vllm:num_preemptions"],
+        "preemptions": _preemptions(llm) - before,
     }
+
+
+def _preemptions(llm: LLM) -> int:
+    """Return the number of preemptions since the engine was built."""
+    from vllm_module.runtime.metrics import Counter
+
+    counters = {each.name: each.value for each in llm.get_metrics() if isinstance(each, Counter)}
+    return counters["vllm:num_preemptions"]
 
 
 def print_results(out: Console, results: dict[str, Any]) -> None:

@@ -70,6 +70,11 @@ def digest(
         taken, stored = checkpoint.load_format, None
         if not isinstance(checkpoint, ShardedState):
             stored = stored_digests(found.folder)
+        elif out is not None:
+            raise CommandError(
+                f"{printable(path)} is a sharded state, whose digests.json has a part for each "
+                "rank, and only rank 0 is read here: vllm-module shard writes it"
+            )
         for name, weight in checkpoint.items():  # in the order of the files
             show(f"reading {printable(name)}")
             digests[name] = digest_weight(weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -254,9 +255,10 @@ _UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)}
 def parse_size(text: str) -> int:
     """Return the bytes in a size such as ``80GiB``; raise a usage error for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", text.strip().lower(), re.ASCII)
-    if match is None or match[2] not in _UNITS:
+    nbytes = math.inf if match is None else float(match[1]) * _UNITS.get(match[2], math.inf)
+    if not nbytes < 2**63:
         raise typer.BadParameter(
             f"{printable_lines(text)!r} is not a size such as 80GiB, 24GB or 1000000000",
             param_hint="--memory",
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(nbytes)
