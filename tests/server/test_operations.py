@@ -72,6 +72,25 @@ def test_models_and_version(server: Any) -> None:
     assert server.ask("GET", "/ready") == (200, {"status": "ready"})
 
 
+def test_models_are_listed_during_a_step(server: Any) -> None:
+    """A step, or an update, holds the engine's lock: the loop that answers all waits for none."""
+    engine, held, release = server.llm.llm.engine, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.alone():
+            held.set()
+            assert release.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    threading.Timer(5, release.set).start()
+    assert server.ask("GET", "/v1/models")[0] == 200
+    assert not release.is_set()
+    release.set()
+    thread.join()
+
+
 def test_metrics(server: Any) -> None:
     """Counts grow by what a request has; histograms count it in every bucket above its time."""
 
