@@ -45,6 +45,11 @@ _COMMON: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
 }  # fmt: skip
 
+# Those of protocols in which a request has one answer, whose tokens are not shown.
+_ONE: Mapping[str, tuple[Any, ...]] = {
+    **_COMMON, "n": (1,), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+}  # fmt: skip
+
 
 class Body(Settings):
     """A checked body. Every ``null`` is a field that is left out.
@@ -175,7 +180,7 @@ class MessagesBody(GenerationBody):
     """The body of /v1/messages."""
 
     unsupported = {
-        **_COMMON,
+        **_ONE,
         "thinking": _ANY,
         "container": (),
         "context_management": (),
@@ -207,7 +212,7 @@ class ResponsesBody(GenerationBody):
     """The body of /v1/responses."""
 
     unsupported = {
-        **{name: values for name, values in _COMMON.items() if name not in ("metadata", "store")},
+        **{name: values for name, values in _ONE.items() if name not in ("metadata", "store")},
         "store": (True, False),  # nothing is stored, and the answer says so
         "background": (False,),
         "include": ([],),
