@@ -106,6 +106,11 @@ class Body(Settings):
         """Return an error in the shape of the protocol."""
         return error.body
 
+    @classmethod
+    def told_within(cls, error: ApiError, number: int) -> dict[str, Any]:
+        """Return an error as the last event of a stream, after ``number`` others."""
+        return cls.told(error)
+
 
 class StreamOptions(Settings):
     """Options of a stream."""
@@ -233,6 +238,11 @@ class ResponsesBody(GenerationBody):
     text: dict[str, Any] = {}
     reasoning: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
+
+    @classmethod
+    def told_within(cls, error: ApiError, number: int) -> dict[str, Any]:
+        """Return an error as Open Responses has it in a stream."""
+        return {"type": "error", "sequence_number": number, **cls.told(error)}
 
 
 class EmbeddingBody(Body):
