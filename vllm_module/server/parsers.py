@@ -82,7 +82,10 @@ def types_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         function: Any = tool.get("function", tool)
         try:
             properties = function["parameters"]["properties"]
-            found[function["name"]] = {key: each.get("type") for key, each in properties.items()}
+            kinds = {key: each.get("type") for key, each in properties.items()}
+            found[function["name"]] = {
+                key: kind if isinstance(kind, (str, list)) else None for key, kind in kinds.items()
+            }
         except (KeyError, TypeError, AttributeError):
             continue
     return found
