@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from random import Random
 from typing import Any
 
@@ -262,6 +263,24 @@ def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
             for _ in range(10):
                 parts = drawn_split(random, text)
                 assert parsed(parts, name, reasoning, reasons=reasons) == whole, parts
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"),
+    [
+        ("hermes", "<tool_call>", 30_000),
+        ("hermes", "<tool_call></tool_call>", 30_000),
+        ("hermes", "<tool_call>{</tool_call>", 2_000),
+        ("mistral", "[TOOL_CALLS]x{", 2_000),
+        ("kimi", "<|tool_call_begin|>x<|tool_call_end|>", 10_000),
+        ("harmony", "to=functions.f<|message|>{<|end|>", 4_000),
+    ],
+)
+def test_time_does_not_grow_with_the_square_of_the_text(name: str, text: str, count: int) -> None:
+    """Texts that a client can have any model write; other clients wait for their parse."""
+    begin = time.thread_time()
+    parsed([text * count], name)
+    assert time.thread_time() - begin < 2
 
 
 def test_a_text_without_marks_of_the_format_is_content() -> None:

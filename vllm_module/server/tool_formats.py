@@ -194,7 +194,7 @@ def _call(value: Any) -> ToolCall | None:
     """Return the call that a JSON object describes, if it describes one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    nothing = {} if value.keys() <= {"name", "id", "type"} else None  # else it is other JSON
+    nothing: Any = {} if value.keys() <= {"name", "id", "type"} else None  # else it is other JSON
     arguments = value.get("arguments", value.get("parameters", nothing))
     if isinstance(arguments, str):  # JSON in JSON
         return ToolCall(value["name"], arguments) if isinstance(_loads(arguments), dict) else None
