@@ -67,6 +67,8 @@ MANY = {
     "ids": ("/v1/completions", {**GOOD, "allowed_token_ids": ["a"] * 6000}),
     "bias": ("/v1/completions", {**GOOD, "logit_bias": {f"x{i}": "" for i in range(6000)}}),
     "stops": ("/v1/completions", {**GOOD, "stop": [f"x{i}" for i in range(6000)]}),
+    "bad words": ("/v1/completions", {**GOOD, "bad_words": ["ab" * 8000] * 3}),
+    "bad word": ("/v1/completions", {**GOOD, "bad_words": "ab" * 200_000}),
     "many biases": ("/v1/completions", {**GOOD, "logit_bias": {f"{i}": 1 for i in range(70_000)}}),
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ _MOST_ENTRIES = {
     "stop": 1024, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1 << 16,
     "allowed_token_ids": 1 << 18,
 }  # fmt: skip
+_MOST_BAD = 1 << 15
 # Known fields of clients that change nothing here, with the values that ask for nothing.
 _COMMON: Mapping[str, tuple[Any, ...]] = {
     "user": _ANY,
@@ -81,11 +82,7 @@ class Body(Settings):
                         400, f"{name} is not supported here: leave it out", name, "unsupported"
                     )
             elif name in SAMPLING and "sampling" in cls.model_fields:
-                most = _MOST_ENTRIES.get(name, 0)
-                if most and isinstance(value, (list, dict)) and len(value) > most:
-                    raise ApiError(
-                        400, f"{name} has {len(value)} entries, and may have {most}", name
-                    )
+                _check_size(name, value)
                 sampling[name] = value
             elif name in cls.model_fields and name != "sampling":
                 known[name] = value
@@ -110,6 +107,16 @@ class Body(Settings):
     def told_within(cls, error: ApiError, number: int) -> dict[str, Any]:
         """Return an error as the last event of a stream, after ``number`` others."""
         return cls.told(error)
+
+
+def _check_size(name: str, value: Any) -> None:
+    most = _MOST_ENTRIES.get(name, 0)
+    if most and isinstance(value, (list, dict)) and len(value) > most:
+        raise ApiError(400, f"{name} has {len(value)} entries, and may have {most}", name)
+    if name == "bad_words":  # which are tokenized between two steps
+        listed = value if isinstance(value, list) else [value]
+        if sum(len(each) for each in listed if isinstance(each, str)) > _MOST_BAD:
+            raise ApiError(400, f"{name} may have {_MOST_BAD} characters in all", name)
 
 
 class StreamOptions(Settings):
