@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import socket
@@ -89,6 +90,25 @@ def test_models_are_listed_during_a_step(server: Any) -> None:
     assert not release.is_set()
     release.set()
     thread.join()
+
+
+def test_health_waits_for_no_update(server: Any) -> None:
+    """Whoever watches the server would end it in the middle of a long one."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        held.set()
+        assert release.wait(60)
+
+    thread = threading.Thread(target=lambda: asyncio.run(server.llm.call(hold)))
+    thread.start()
+    held.wait()
+    threading.Timer(5, release.set).start()
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
+    assert not release.is_set()
+    release.set()
+    thread.join()
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
 
 
 def test_metrics(server: Any) -> None:
