@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_MOST_NAME = 200  # characters of an unknown name that are compared with known ones
+_MOST_PROBLEMS = 64  # that an error tells; a list from a stranger may have one in each item
+
+
 class Settings(BaseModel):
     """A model of pydantic whose errors are one ``ValueError``, with a line for each problem.
 
@@ -51,7 +55,7 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ValueError:
     """Return an error with a line for each refused value and all that it should be instead."""
     wanted: dict[tuple[str, str], list[str]] = {}  # by name and value: types of a union differ
     lines: list[str] = []
-    for problem in error.errors(include_url=False, include_context=False):
+    for problem in error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]:
         name, *inside = map(str, problem["loc"] or ("",))
         message, given = problem["msg"].removeprefix("Value error, "), problem["input"]
         field = kind.model_fields.get(name)
@@ -81,8 +85,8 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ValueError:
 
 def unknown_name(name: str, known: Collection[str]) -> str:
     """Return the text for an unknown argument, with the closest known name."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"has no argument {name!r}" + (f": did you mean {close[0]!r}?" if close else "")
+    close = difflib.get_close_matches(name[:_MOST_NAME], known, 1)
+    return f"has no argument {shorten(name)}" + (f": did you mean {close[0]!r}?" if close else "")
 
 
 # Strict: True is no number of tokens, and "5" neither.

@@ -259,6 +259,24 @@ def test_variables_that_are_not_read_are_logged_once(
     ]
 
 
+def test_few_variables_of_strangers_are_logged(
+    process: TemplateProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their names are a client's: they fill neither memory nor the log, and forge no line of it."""
+    template = ChatTemplate(Path("folder"), "{{ messages }}", process)
+    hello = [{"role": "user", "content": "hi"}]
+    template.render(hello, **{"a\nERROR: on fire": 1, "b" * 10_000: 1})
+    assert caplog.messages == [
+        r"the chat template does not read a\nERROR: on fire: it reads messages"
+    ]
+    for number in range(3):
+        template.render(hello, **{f"x{number}-{i}": 1 for i in range(1000)})
+    assert len("".join(caplog.messages)) < 2000
+    assert len(template._unread) < 100
+    with pytest.raises(ValueError, match="content_format should be one of 'auto', 'string'"):
+        template.render(hello, content_format=["string"])
+
+
 @pytest.mark.parametrize(
     ("template", "content", "prompt"),
     [

@@ -75,7 +75,7 @@ def test_logprobs(server: Any) -> None:
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "function"}]}, "tools", "tools[0] should be a function with a name"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
     ({"response_format": {"type": "xml"}}, "response_format", "response_format should be of type"),
@@ -91,11 +91,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),
     ({"modalities": ["audio"]}, "modalities", "modalities is not supported"),
     ({"model": None}, "model", "model is missing"),
+    ({"chat_template_kwargs": {"content_format": "x"}}, None, "content_format should be one of"),
 ]
 
 
 @pytest.mark.parametrize(("body", "param", "says"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_is_refused(server: Any, body: dict[str, Any], param: str, says: str) -> None:
+def test_what_is_refused(server: Any, body: dict[str, Any], param: str | None, says: str) -> None:
     """Images are refused by name, and so are wrong messages, tools and formats."""
     given = {"model": "tiny", "messages": MESSAGES, **body}
     status, answer = server.ask("POST", "/v1/chat/completions", given)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import socket
+import time
 from http.client import HTTPConnection
 from typing import Any
 
@@ -34,6 +35,7 @@ BROKEN = {
     "deep": b"[" * 100_000,
     "deep prompt": b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}",
     "huge number": b'{"prompt": [' + b"9" * 5000 + b"]}",
+    "long field": b'{"prompt": "a", "%b": 1}' % (b"x" * 500_000),
     "half a pair": b'{"prompt": "\\ud800"}',
     "no UTF-8": b'{"prompt": "\xff"}',
     "nul": b"\0" * 100,
@@ -55,6 +57,33 @@ def test_a_broken_body_is_a_400(server: Any, what: str) -> None:
     assert answer["error"]["message"]
     assert len(json.dumps(answer)) < 2000
     assert server.ask("POST", "/v1/completions", GOOD)[0] == 200
+
+
+MANY = {
+    "messages": ("/v1/chat/completions", {"messages": [1] * 6000}),
+    "tools": ("/v1/responses", {"input": "a", "tools": [1] * 6000}),
+    "sequences": ("/v1/messages", {"messages": [{}], "max_tokens": 1, "stop_sequences": [1] * 999}),
+    "tokens": ("/detokenize", {"tokens": ["a"] * 6000}),
+    "ids": ("/v1/completions", {**GOOD, "allowed_token_ids": ["a"] * 6000}),
+    "bias": ("/v1/completions", {**GOOD, "logit_bias": {f"x{i}": "" for i in range(6000)}}),
+    "stops": ("/v1/completions", {**GOOD, "stop": [f"x{i}" for i in range(6000)]}),
+    "bad words": ("/v1/completions", {**GOOD, "bad_words": ["ab" * 8000] * 3}),
+    "bad word": ("/v1/completions", {**GOOD, "bad_words": "ab" * 200_000}),
+    "many biases": ("/v1/completions", {**GOOD, "logit_bias": {f"{i}": 1 for i in range(70_000)}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_many_wrong_entries_hold_up_nobody(server: Any, what: str) -> None:
+    """They are checked in the loop that answers all clients, so that each would cost all of them.
+
+    A list of 6000 once took 13 s, and one of 100,000 an hour.
+    """
+    path, body = MANY[what]
+    begin = time.monotonic()
+    code, answer = server.ask("POST", path, {"model": "tiny", **body})
+    assert (code, len(json.dumps(answer)) < 2000) == (400, True), answer
+    assert time.monotonic() - begin < 3
 
 
 def numbers_of_every_length() -> list[str]:

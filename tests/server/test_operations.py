@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import socket
@@ -70,6 +71,44 @@ def test_models_and_version(server: Any) -> None:
         server.client().completions.create(model="gpt", prompt="a")
     assert server.ask("GET", "/version") == (200, {"version": __version__})
     assert server.ask("GET", "/ready") == (200, {"status": "ready"})
+
+
+def test_models_are_listed_during_a_step(server: Any) -> None:
+    """A step, or an update, holds the engine's lock: the loop that answers all waits for none."""
+    engine, held, release = server.llm.llm.engine, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.alone():
+            held.set()
+            assert release.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    threading.Timer(5, release.set).start()
+    assert server.ask("GET", "/v1/models")[0] == 200
+    assert not release.is_set()
+    release.set()
+    thread.join()
+
+
+def test_health_waits_for_no_update(server: Any) -> None:
+    """Whoever watches the server would end it in the middle of a long one."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        held.set()
+        assert release.wait(60)
+
+    thread = threading.Thread(target=lambda: asyncio.run(server.llm.call(hold)))
+    thread.start()
+    held.wait()
+    threading.Timer(5, release.set).start()
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
+    assert not release.is_set()
+    release.set()
+    thread.join()
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
 
 
 def test_metrics(server: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from random import Random
 from typing import Any
 
@@ -104,6 +105,8 @@ OTHERS: list[tuple[str, str, Parsed]] = [
     ),
     ("llama3", '{"a": 1} is JSON', ('{"a": 1} is JSON', "", [])),
     ("llama3", 'As {"name": "now"}', ('As {"name": "now"}', "", [])),
+    ("llama3", '{"name": "now"}', ("", "", [ToolCall("now", "{}")])),
+    ("llama3", '{"name": "Bob", "age": 5}', ('{"name": "Bob", "age": 5}', "", [])),
     ("llama3", '{"name": "now"}; bye', ('{"name": "now"}; bye', "", [])),
     # Before version 11, Mistral wrote a list; without its special tokens, a name and JSON.
     (
@@ -134,6 +137,13 @@ OTHERS: list[tuple[str, str, Parsed]] = [
         '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
         ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "", []),
     ),
+    # Python reads this as infinity, and would write no JSON for it.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
+        ('<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "", []),
+    ),
+    ("mistral", '[TOOL_CALLS]f{"x": -1e999}', ('[TOOL_CALLS]f{"x": -1e999}', "", [])),
     (
         "qwen3_coder",
         "<tool_call><function=get_weather><parameter=city>\n007\n\n</parameter>"
@@ -169,6 +179,15 @@ OTHERS: list[tuple[str, str, Parsed]] = [
 def test_other_forms_and_damaged_calls(name: str, text: str, expected: Parsed) -> None:
     """Other versions of a format are read; what is no call stays content, nothing of it lost."""
     assert parsed([text], name) == expected
+
+
+@pytest.mark.parametrize("kind", [5, True, {"a": 1}, [5], None])
+def test_a_type_that_is_no_schema_s_is_none(kind: Any) -> None:
+    """A client's schema may have any JSON there; the value is read as for no type."""
+    text = "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"
+    function = {"name": "f", "parameters": {"properties": {"x": {"type": kind}}}}
+    tools = [{"type": "function", "function": function}]
+    assert parsed([text], "qwen3_coder", tools=tools) == ("", "", [ToolCall("f", '{"x": 1}')])
 
 
 def test_reasoning_is_apart_from_content() -> None:
@@ -244,6 +263,24 @@ def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
             for _ in range(10):
                 parts = drawn_split(random, text)
                 assert parsed(parts, name, reasoning, reasons=reasons) == whole, parts
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"),
+    [
+        ("hermes", "<tool_call>", 30_000),
+        ("hermes", "<tool_call></tool_call>", 30_000),
+        ("hermes", "<tool_call>{</tool_call>", 2_000),
+        ("mistral", "[TOOL_CALLS]x{", 2_000),
+        ("kimi", "<|tool_call_begin|>x<|tool_call_end|>", 10_000),
+        ("harmony", "to=functions.f<|message|>{<|end|>", 4_000),
+    ],
+)
+def test_time_does_not_grow_with_the_square_of_the_text(name: str, text: str, count: int) -> None:
+    """Texts that a client can have any model write; other clients wait for their parse."""
+    begin = time.thread_time()
+    parsed([text * count], name)
+    assert time.thread_time() - begin < 2
 
 
 def test_a_text_without_marks_of_the_format_is_content() -> None:

@@ -324,9 +324,51 @@ def test_calls_and_outputs_in_responses(served: Any) -> None:
     assert json.loads(answer["output"][0]["content"][0]["text"]) == {"city": "Rome"}
 
 
+HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_a_stream_of_a_refused_request_does_not_begin(served: Any, path: str) -> None:
+    """Its status is that of the error, as without a stream; a client tries a 503 again."""
+    body = {"input": "Hi"} if path == "responses" else HI
+    long = {"input": "Hi " * 2000} if path == "responses" else {**HI, "system": "Hi " * 2000}
+    for stream in (False, True):
+        status, answer = served.ask(
+            "POST", f"/v1/{path}", {"model": MODEL, **long, "stream": stream}
+        )
+        assert status == 400, answer
+        assert "the prompt has" in answer["error"]["message"]
+        served.llm._accepted, accepted = 10_000, served.llm._accepted
+        try:
+            asked = {"model": MODEL, **body, "stream": stream}
+            assert served.ask("POST", f"/v1/{path}", asked)[0] == 503
+        finally:
+            served.llm._accepted = accepted
+
+
+@pytest.mark.parametrize("path", ["responses", "messages", "chat/completions"])
+def test_salts_keep_pages_apart_in_every_protocol(served: Any, path: str) -> None:
+    """A prompt with another salt finds no page of the cache; one with the same salt does."""
+    text = "a message of more than a page of the cache"
+    body = {"model": MODEL, **HI, "messages": [{"role": "user", "content": text}]}
+    if path == "responses":
+        body = {"model": MODEL, "input": text, "max_output_tokens": 1}
+    found = []
+    for salt in "aba":
+        salted = {**body, "cache_salt": f"{path} {salt}"}
+        usage = served.ask("POST", f"/v1/{path}", salted)[1]["usage"]
+        details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+        found.append(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
+    assert found[:2] == [0, 0]
+    assert found[2] >= 16
+
+
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
+        ("/v1/responses", {"input": "a", "n": 2}, "n is not supported here"),
+        ("/v1/messages", {**HI, "n": 2}, "n is not supported here"),
+        ("/v1/messages", {**HI, "return_token_ids": True}, "return_token_ids is not supported"),
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0] is not supported"),
         ("/v1/responses", {"input": 3}, "input should be text or a list of items"),
         ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id is"),

@@ -250,6 +250,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "structured_outputs cannot be followed: Invalid type: frob",
     ),
     ({"response_format": {"type": "json_schema"}}, "response_format should be of type text"),
+    *(
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": wrong}}],
+                "tool_choice": "required",
+            },
+            "$defs of 'f' should be a mapping of schemas",
+        )
+        for wrong in ({"$defs": []}, {"$defs": None})
+    ),
 ]
 
 

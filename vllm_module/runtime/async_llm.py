@@ -329,13 +329,13 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise if the engine has ended, for example because a rank did.
 
-        While requests run, steps find a rank that has ended.
+        While requests run, or weights change, which may take minutes, that finds a rank that has
+        ended.
         """
-        if self._thread.running:
-            if self.llm.executor.end is not None:
-                raise RuntimeError(f"the engine has ended: {self.llm.executor.end}")
-        else:
+        if self._thread.idle:
             await self.call(lambda llm: llm.executor.check())
+        elif self.llm.executor.end is not None:
+            raise RuntimeError(f"the engine has ended: {self.llm.executor.end}")
 
     def close(self) -> None:
         """End all requests, the thread and the engine. May be called more than once."""

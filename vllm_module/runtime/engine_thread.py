@@ -110,6 +110,7 @@ class EngineThread:
         coming: callers whose requests are not added yet, each with the ids of these, and the call
             that adds them if it waits for the end of the running ones.
         paused: True from :meth:`pause` to :meth:`resume`.
+        idle: True while the thread waits for a call.
 
     """
 
@@ -117,7 +118,7 @@ class EngineThread:
         self.llm = llm
         self.running: dict[Request, tuple[Inbox, int]] = {}
         self.coming: dict[Inbox, tuple[Sequence[str], Call | None]] = {}
-        self.paused = False
+        self.paused, self.idle = False, False
         self._lock = threading.Lock()  # nothing is put behind None, which ends the thread
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._closed = False
@@ -181,6 +182,7 @@ class EngineThread:
             except BaseException as error:
                 _log.exception("a step failed, and all requests end with its error")
                 self._fail(f"a step failed: {describe_error(error)}", error)
+        self.idle = True  # as far as callers know, whose calls are refused
         self._fail(_CLOSED)
         try:
             self.llm.close()
@@ -198,11 +200,13 @@ class EngineThread:
                 goes_on = any(request.finished for request in self.running)
             if not goes_on:
                 self.llm.executor.settle()
+            self.idle = not goes_on
             try:
-                call = self._calls.get(block=not goes_on)
+                call = self._calls.get(block=self.idle)
             except queue.Empty:
                 yield None
                 continue
+            self.idle = False
             if call is None:
                 raise _ClosingError
             yield from call()

@@ -18,7 +18,8 @@ _Count = Annotated[int, Field(ge=-1, lt=2**63)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Text = Annotated[str, Field(min_length=1)]
-_List = Annotated[list[_T], Field(strict=False)]  # a tuple is accepted too
+# A tuple is accepted too. Of a million wrong items, the first is told.
+_List = Annotated[list[_T], Field(strict=False, fail_fast=True)]
 _WITHOUT_PARTS = (str, int, float, type(None))
 _MOST_BIAS = 100.0  # the largest bias of a token in from_optional
 _POSITIONAL = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature")

@@ -77,20 +77,21 @@ class Conversation:
             async for piece in pieces:
                 yield piece, self._deltas(piece)
 
-    async def changes(self) -> AsyncGenerator[Change, None]:
-        """Yield how the blocks of the only choice begin, grow and end."""
+    async def changes(self) -> AsyncGenerator[list[Change], None]:
+        """Yield how the blocks of the only choice begin, grow and end.
+
+        The first list comes once the engine has begun, before which it may refuse the request.
+        """
         blocks = Blocks()
         async with aclosing(self.turns()) as turns:
             async for _, deltas in turns:
-                for change in blocks.feed(deltas):
-                    yield change
-        for change in blocks.finish():
-            yield change
+                yield [*blocks.feed(deltas)]
+        yield [*blocks.finish()]
 
     async def blocks(self) -> list[Block]:
         """Return the blocks of the only choice when all have ended."""
-        async with aclosing(self.changes()) as changes:
-            return [block async for what, block, _ in changes if what == "end"]
+        async with aclosing(self.changes()) as found:
+            return [block async for changes in found for what, block, _ in changes if what == "end"]
 
     def _deltas(self, piece: ChoiceDelta) -> list[Delta]:
         parser = self._parsers.get(piece.index)

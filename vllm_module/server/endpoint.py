@@ -146,11 +146,13 @@ class Endpoint:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send(_event(first))
             end = b"" if "type" in first else b"data: [DONE]\n\n"
+            sent = 1
             try:
                 async for each in events:
                     await send(_event(each))
+                    sent += 1
             except Exception as error:
-                await send(_event(self._kind.told(_told(error))))
+                await send(_event(self._kind.told_within(_told(error), sent)))
                 end = b""
         await send({"type": "http.response.body", "body": end})
 

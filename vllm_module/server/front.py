@@ -201,7 +201,7 @@ class _Forward:
     async def _stream(self, answer: BackendAnswer, send: Send) -> None:
         """Pass whole events on; if the backend ends after the first one, the last is an error."""
         begin = {"type": "http.response.start", "status": 200, "headers": answer.headers}
-        begun, rest = False, b""
+        begun, rest, sent = False, b"", 0
         try:
             async for piece in answer.body:
                 events, end, rest = (rest + piece).rpartition(b"\n\n")
@@ -209,12 +209,14 @@ class _Forward:
                     begun = True
                     await send(begin)
                 if end:
+                    sent += events.count(b"\n\n") + 1
                     body = {"type": "http.response.body", "body": events + end, "more_body": True}
                     await send(body)
         except BackendError:
             if not begun:
                 raise
-            told = self._kind.told(ApiError(500, "the engine of this request has ended"))
+            error = ApiError(500, "the engine of this request has ended")
+            told = self._kind.told_within(error, sent)
             name = f"event: {told['type']}\n" if "type" in told else ""
             rest = f"{name}data: {json.dumps(told)}\n\n".encode()
         if not begun:

@@ -6,10 +6,12 @@ more text could change.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 SPACE = " \t\r\n"
+_MOST_UNCLOSED = 8
 Kind: TypeAlias = Literal["content", "reasoning"]
 
 
@@ -34,12 +36,14 @@ class GrowingText:
     Attributes:
         rest: what was not taken yet.
         ended: whether no more text comes.
+        unclosed: number of times that JSON began, and did not end with the text.
 
     """
 
     def __init__(self) -> None:
         self.rest = ""
         self.ended = False
+        self.unclosed = 0
 
     def take(self, length: int) -> str:
         """Take ``length`` characters from the beginning."""
@@ -54,12 +58,11 @@ def until(
 
     Spaces before a mark are dropped, so spaces wait for what follows them.
     """
+    any_mark = re.compile("|".join(map(re.escape, marks)))
     while True:
-        found = [(at, mark) for mark in marks if (at := text.rest.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
-            yield _delta(text.take(at + len(mark))[:at].rstrip(SPACE), kind)
-            return mark
+        if marks and (found := any_mark.search(text.rest)):
+            yield _delta(text.take(found.end())[: found.start()].rstrip(SPACE), kind)
+            return found[0]
         if text.ended:
             yield _delta(text.take(len(text.rest)), kind)
             return ""
@@ -121,8 +124,13 @@ def take_to(text: GrowingText, mark: str) -> Generator[None, None, str | None]:
 
 
 def take_json(text: GrowingText) -> Generator[None, None, str | None]:
-    """Take spaces and a JSON object or array; ``None``, with nothing taken, if there is none."""
+    """Take spaces and a JSON object or array; ``None``, with nothing taken, if there is none.
+
+    Each that does not end is searched up to the end of the text, so after a few there is none.
+    """
     at, opened, string, escaped = 0, 0, False, False
+    if text.unclosed == _MOST_UNCLOSED:
+        return None
     while True:
         while at < len(text.rest):
             char = text.rest[at]
@@ -140,6 +148,7 @@ def take_json(text: GrowingText) -> Generator[None, None, str | None]:
             elif not opened and char not in SPACE:
                 return None
         if text.ended:
+            text.unclosed += 1
             return None
         yield None
 
@@ -149,8 +158,9 @@ def take_section(
 ) -> Generator[None, None, tuple[str | None, str]]:
     """Take text up to ``end``, after ``begin`` was taken; return it, and all of it with the marks.
 
-    If the end never comes, nothing is taken: the section is ``None``, and what is returned beside
-    it is ``begin`` alone.
+    If the end never comes, the section is ``None``, and all is taken: there is no other section.
     """
     body = yield from take_to(text, end)
-    return body, begin if body is None else begin + body + end
+    if body is None:
+        return None, begin + text.take(len(text.rest))
+    return body, begin + body + end

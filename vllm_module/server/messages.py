@@ -54,6 +54,7 @@ def _chat_body(body: MessagesBody) -> ChatBody:
         messages=listed,
         max_tokens=body.max_tokens,
         stream=body.stream,
+        cache_salt=body.cache_salt,
         tools=[_function(tool) for tool in body.tools],
         tool_choice=chosen,
         parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
@@ -167,10 +168,12 @@ class _Answer:
         return self._head(content or [{"type": "text", "text": "", "citations": None}])
 
     async def events(self) -> Events:
-        yield {"type": "message_start", "message": self._head([])}
-        async with aclosing(self._conversation.changes()) as changes:
-            async for change in changes:
-                yield self._event(change)
+        begin = [{"type": "message_start", "message": self._head([])}]
+        async with aclosing(self._conversation.changes()) as found:
+            async for changes in found:
+                for event in (*begin, *map(self._event, changes)):
+                    yield event
+                begin.clear()
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield {"type": "message_delta", "delta": delta, "usage": self._usage()}

@@ -69,7 +69,7 @@ async def models(state: State, _: EmptyBody) -> dict[str, Any]:
     ]
     entries += [
         {**entries[0], "id": each.name, "root": each.path, "parent": state.names[0]}
-        for each in llm.list_adapters()
+        for each in [*llm.engine.adapters.values()]  # without the lock, which a step holds
     ]
     return {"object": "list", "data": entries}
 

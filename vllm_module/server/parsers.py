@@ -25,6 +25,7 @@ _TOLD_BY = {
     "<|python_tag|>": "llama3",
     '{"name": function name, "parameters":': "llama3",
 }
+_PIECE = 4096  # characters
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -57,8 +58,12 @@ class Parser:
 
     def feed(self, text: str) -> list[Delta]:
         """Return the deltas that ``text``, which follows what was given before, decides."""
-        self._text.rest += text
-        return self._deltas()
+        found = []
+        # Each step copies or searches the rest: that of a long text at once, for each of its marks.
+        for at in range(0, len(text), _PIECE):
+            self._text.rest += text[at : at + _PIECE]
+            found += self._deltas()
+        return found
 
     def finish(self) -> list[Delta]:
         """Return the deltas of what was kept back. Nothing may be fed afterwards."""
@@ -82,7 +87,10 @@ def types_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         function: Any = tool.get("function", tool)
         try:
             properties = function["parameters"]["properties"]
-            found[function["name"]] = {key: each.get("type") for key, each in properties.items()}
+            kinds = {key: each.get("type") for key, each in properties.items()}
+            found[function["name"]] = {
+                key: kind if isinstance(kind, (str, list)) else None for key, kind in kinds.items()
+            }
         except (KeyError, TypeError, AttributeError):
             continue
     return found

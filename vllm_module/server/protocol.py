@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -12,6 +12,8 @@ from vllm_module.config import Settings, unknown_name
 from vllm_module.server.errors import ApiError, field_error
 
 _Body = TypeVar("_Body", bound="Body")
+_T = TypeVar("_T")
+_List = Annotated[list[_T], Field(fail_fast=True)]  # else a million wrong items are as many errors
 _ANY = (...,)
 
 # Fields that become those of SamplingParams, which checks their values.
@@ -23,6 +25,12 @@ SAMPLING = (
     "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
     "structured_outputs",
 )  # fmt: skip
+# Most entries of those of which each step reads all, or of which each may be wrong.
+_MOST_ENTRIES = {
+    "stop": 1024, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1 << 16,
+    "allowed_token_ids": 1 << 18,
+}  # fmt: skip
+_MOST_BAD = 1 << 15
 # Known fields of clients that change nothing here, with the values that ask for nothing.
 _COMMON: Mapping[str, tuple[Any, ...]] = {
     "user": _ANY,
@@ -36,6 +44,11 @@ _COMMON: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "use_beam_search": (False,),
     "truncate_prompt_tokens": (),
+}  # fmt: skip
+
+# Those of protocols in which a request has one answer, whose tokens are not shown.
+_ONE: Mapping[str, tuple[Any, ...]] = {
+    **_COMMON, "n": (1,), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
 
 
@@ -69,13 +82,14 @@ class Body(Settings):
                         400, f"{name} is not supported here: leave it out", name, "unsupported"
                     )
             elif name in SAMPLING and "sampling" in cls.model_fields:
+                _check_size(name, value)
                 sampling[name] = value
             elif name in cls.model_fields and name != "sampling":
                 known[name] = value
             else:
                 names = [*cls.model_fields, *cls.unsupported, *SAMPLING]
                 raise ApiError(
-                    400, f"the request {unknown_name(name, names)}", name, "unknown_parameter"
+                    400, f"the request {unknown_name(name, names)}", name[:200], "unknown_parameter"
                 )
         if sampling:
             known["sampling"] = sampling
@@ -88,6 +102,21 @@ class Body(Settings):
     def told(cls, error: ApiError) -> dict[str, Any]:
         """Return an error in the shape of the protocol."""
         return error.body
+
+    @classmethod
+    def told_within(cls, error: ApiError, number: int) -> dict[str, Any]:
+        """Return an error as the last event of a stream, after ``number`` others."""
+        return cls.told(error)
+
+
+def _check_size(name: str, value: Any) -> None:
+    most = _MOST_ENTRIES.get(name, 0)
+    if most and isinstance(value, (list, dict)) and len(value) > most:
+        raise ApiError(400, f"{name} has {len(value)} entries, and may have {most}", name)
+    if name == "bad_words":  # which are tokenized between two steps
+        listed = value if isinstance(value, list) else [value]
+        if sum(len(each) for each in listed if isinstance(each, str)) > _MOST_BAD:
+            raise ApiError(400, f"{name} may have {_MOST_BAD} characters in all", name)
 
 
 class StreamOptions(Settings):
@@ -144,8 +173,8 @@ class ChatBody(GenerationBody):
         "echo": (False,),
     }
     model: str  # as OpenAI requires it
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] = []
+    messages: _List[dict[str, Any]] = Field(min_length=1)
+    tools: _List[dict[str, Any]] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: Any = None
@@ -163,7 +192,7 @@ class MessagesBody(GenerationBody):
     """The body of /v1/messages."""
 
     unsupported = {
-        **_COMMON,
+        **_ONE,
         "thinking": _ANY,
         "container": (),
         "context_management": (),
@@ -172,11 +201,11 @@ class MessagesBody(GenerationBody):
         "service_tier": ("auto", "standard_only"),
     }
     model: str
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: _List[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     system: Any = None
-    stop_sequences: list[str] = []
-    tools: list[dict[str, Any]] = []
+    stop_sequences: _List[str] = []
+    tools: _List[dict[str, Any]] = []
     tool_choice: dict[str, Any] | None = None
 
     @classmethod
@@ -195,7 +224,7 @@ class ResponsesBody(GenerationBody):
     """The body of /v1/responses."""
 
     unsupported = {
-        **{name: values for name, values in _COMMON.items() if name not in ("metadata", "store")},
+        **{name: values for name, values in _ONE.items() if name not in ("metadata", "store")},
         "store": (True, False),  # nothing is stored, and the answer says so
         "background": (False,),
         "include": ([],),
@@ -210,12 +239,17 @@ class ResponsesBody(GenerationBody):
     input: Any
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] = []
+    tools: _List[dict[str, Any]] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     text: dict[str, Any] = {}
     reasoning: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
+
+    @classmethod
+    def told_within(cls, error: ApiError, number: int) -> dict[str, Any]:
+        """Return an error as Open Responses has it in a stream."""
+        return {"type": "error", "sequence_number": number, **cls.told(error)}
 
 
 class EmbeddingBody(Body):
@@ -232,7 +266,7 @@ class TokenizeBody(Body):
     """The body of /tokenize: a prompt, or messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _List[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
@@ -244,7 +278,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """The body of /detokenize."""
 
-    tokens: list[int]
+    tokens: _List[int]
 
 
 class PauseBody(Body):

@@ -48,6 +48,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         messages=listed,
         max_tokens=body.max_output_tokens,
         stream=body.stream,
+        cache_salt=body.cache_salt,
         tools=[_function(tool) for tool in body.tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -99,15 +100,21 @@ class _Answer:
         return self._response(await self._conversation.blocks())
 
     async def events(self) -> Events:
-        for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response([]))
+        begin = [
+            self._event(f"response.{kind}", response=self._response([]))
+            for kind in ("created", "in_progress")
+        ]
         ended: list[Block] = []
-        async with aclosing(self._conversation.changes()) as changes:
-            async for change in changes:
-                if change[0] == "end":
-                    ended.append(change[1])
-                for event in self._changes(change):
+        async with aclosing(self._conversation.changes()) as found:
+            async for changes in found:
+                for event in begin:
                     yield event
+                begin.clear()
+                for change in changes:
+                    if change[0] == "end":
+                        ended.append(change[1])
+                    for event in self._changes(change):
+                        yield event
         response = self._response(ended)
         yield self._event(f"response.{response['status']}", response=response)
 

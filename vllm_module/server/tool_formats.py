@@ -7,6 +7,7 @@ because its JSON is damaged, is content.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -193,7 +194,8 @@ def _call(value: Any) -> ToolCall | None:
     """Return the call that a JSON object describes, if it describes one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    nothing: Any = {} if value.keys() <= {"name", "id", "type"} else None  # else it is other JSON
+    arguments = value.get("arguments", value.get("parameters", nothing))
     if isinstance(arguments, str):  # JSON in JSON
         return ToolCall(value["name"], arguments) if isinstance(_loads(arguments), dict) else None
     if not isinstance(arguments, dict):
@@ -211,13 +213,19 @@ def _named(name: str, arguments: str | None) -> ToolCall | None:
 def _loads(text: str) -> Any:
     """Return the value of JSON text, or ``None``."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(constant)  # NaN and Infinity are no JSON
+
+
+def _finite(number: str) -> float:
+    if math.isinf(float(number)):
+        raise ValueError(number)  # as Infinity, which Python would write for it
+    return float(number)
 
 
 def _calls_or(raw: str, calls: Sequence[ToolCall | None]) -> list[Delta]:

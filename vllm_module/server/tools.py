@@ -172,7 +172,11 @@ def _schema_of_calls(functions: Sequence[Mapping[str, Any]], several: bool) -> d
     items = []
     for function in functions:
         parameters = dict(function.get("parameters") or _ANY_OBJECT)
-        for name, definition in parameters.pop("$defs", {}).items():
+        defined = parameters.pop("$defs", {})
+        if not isinstance(defined, Mapping):
+            message = f"$defs of {shorten(function['name'])} should be a mapping of schemas"
+            raise ApiError(400, message, "tools")
+        for name, definition in defined.items():
             if definitions.setdefault(name, definition) != definition:
                 message = f"two tools define {shorten(name)} in $defs, and differ"
                 raise ApiError(400, message, "tools")

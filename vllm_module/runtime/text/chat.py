@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
@@ -25,6 +25,8 @@ _FORMATS = {"string": (True, False), "openai": (False, True)}
 _PROBES = ("first message", "other message")
 _UNSHOWN = "entry of a part that no template shows"
 _END = "the final message ends here"
+# Unread variables that are logged, each once, and their characters: clients choose them.
+_MOST_UNREAD, _LONGEST = 64, 100
 # Key of a message part's text, by the part's type.
 _TEXTS = {
     "text": "text", "input_text": "text", "output_text": "text",
@@ -221,12 +223,18 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 **variables,
             )
+        if content_format not in get_args(ContentFormat):
+            known = ", ".join(map(repr, get_args(ContentFormat)))
+            raise ValueError(
+                f"content_format should be one of {known}, got {shorten(content_format)}"
+            )
         given = {name for name, value in variables.items() if value is not None}
-        if unread := given - self._variables - self._unread:
-            self._unread |= unread
+        named = (each for each in given - self._variables - self._unread if len(each) <= _LONGEST)
+        if unread := sorted(named)[: _MOST_UNREAD - len(self._unread)]:
+            self._unread.update(unread)
             _log.warning(
                 "the chat template does not read %s: it reads %s",
-                ", ".join(sorted(unread)),
+                ", ".join(map(printable, unread)),
                 ", ".join(sorted(self._variables)),
             )
         is_list = isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping))
