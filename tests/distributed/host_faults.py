@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from typing import Any
 NETWORK = runpy.run_path(str(Path(__file__).with_name("two_hosts.py")))["NETWORK"]
 LIMIT = 60.0  # seconds in which all others have to end; all limits of the product are below
 START_LIMIT = 240.0  # seconds until the moment of the fault; a busy machine may take them
-TOKENS = 1500  # of `generate`; fewer where a link is slow
+TOKENS = 400  # of `generate`; fewer where a link is slow
 ADMIN = {"Authorization": "Bearer key", "Content-Type": "application/json"}
 # As the command, with a watch that gives up earlier.
 COMMAND = """
@@ -95,7 +94,7 @@ class Hosts:
 
     @property
     def tokens(self) -> int:
-        return 200 if self.draw["fault"] == "slow link" else TOKENS
+        return 150 if self.draw["fault"] == "slow link" else TOKENS
 
     def processes(self, host: int | None = None) -> dict[int, dict[str, str]]:
         """Return the environments of processes of a host, or of both, by process id."""
@@ -207,7 +206,10 @@ def fail(hosts: Hosts) -> None:
             run("ip", "netns", "exec", "other", "tc", "qdisc", "add", "dev", "there", *slow)
         case "full disk":
             for name in ("disk", "shm"):
-                with suppress(OSError), (hosts.directory / str(host) / name / "fill").open("wb") as f:
+                with (
+                    suppress(OSError),
+                    (hosts.directory / str(host) / name / "fill").open("wb") as f,
+                ):
                     while True:
                         f.write(b"0" * 4096)
                         f.flush()

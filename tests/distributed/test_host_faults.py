@@ -96,9 +96,7 @@ def written(base: Path) -> None:
             str(base / name), device="cpu", dtype="float32", kv_cache_memory_bytes=4 << 20,
             skip_tokenizer_init=True,
         ) as llm:  # fmt: skip
-            asked = SamplingParams(
-                temperature=0.0, max_tokens=FAULTS["TOKENS"], ignore_eos=True
-            )
+            asked = SamplingParams(temperature=0.0, max_tokens=FAULTS["TOKENS"], ignore_eos=True)
             (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], asked, use_tqdm=False)
         (base / f"{name}.json").write_text(json.dumps(list(output.outputs[0].token_ids)))
         path = base / name / "config.json"
