@@ -30,6 +30,7 @@ _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
 class _Limit:
     seconds: float
     notice: Callable[[], object] | None
+    lost: Callable[[], str] | None
 
 
 class WaitLimitError(RuntimeError):
@@ -37,12 +38,17 @@ class WaitLimitError(RuntimeError):
 
 
 @contextmanager
-def at_most(seconds: float, notice: Callable[[], object] | None = None) -> Iterator[None]:
+def at_most(
+    seconds: float,
+    notice: Callable[[], object] | None = None,
+    lost: Callable[[], str] | None = None,
+) -> Iterator[None]:
     """Limit each wait in the block: a longer one raises :class:`WaitLimitError`.
 
-    ``notice`` is called once if a wait lasts longer than ``SILENCE``.
+    ``notice`` is called once if a wait lasts longer than ``SILENCE``. ``lost`` is called often; a
+    wait raises the same error with what it returns, unless that is ``""``.
     """
-    token = _limit.set(_Limit(seconds, notice))
+    token = _limit.set(_Limit(seconds, notice, lost))
     try:
         yield
     finally:
@@ -146,6 +152,8 @@ def _check(waited: float) -> None:
         return
     if waited >= limit.seconds:
         raise WaitLimitError(f"no answer for {limit.seconds:g} s")
+    if limit.lost is not None and (problem := limit.lost()):
+        raise WaitLimitError(problem)
     if limit.notice is not None and waited >= SILENCE:
         notice, limit.notice = limit.notice, None
         notice()

@@ -102,7 +102,7 @@ class HostOptions(Options):
         others = _meet(store, self, facts | _versions(), timeout)
         watch, code = HostWatch(store, self.node_rank, others), 1
         try:
-            code = _launch(self, arguments, world // self.nnodes, timeout)
+            code = _launch(self, arguments, world // self.nnodes, timeout, watch)
         finally:
             watch.end(code)
         raise typer.Exit(1 if watch.found else code)
@@ -222,7 +222,9 @@ def _named(text: str) -> str:
     return printable(str(json.loads(text)[0]))
 
 
-def _launch(hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: float) -> int:
+def _launch(
+    hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: float, watch: HostWatch
+) -> int:
     """Start this host's ranks by torch's launcher, and return the exit code of the command."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -260,6 +262,7 @@ def _launch(hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: f
         DefaultLogsSpecs(os.devnull),  # by default it leaves folders behind
         exit_barrier_timeout=LINGER,
     )
+    watch.ranks = lambda: agent._pcontext.pids().values() if agent._pcontext else ()
     # The watch knows which hosts will not come any more.
     agent._exit_barrier = lambda: None  # type: ignore[method-assign]
     try:

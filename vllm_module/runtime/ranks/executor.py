@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -222,8 +223,8 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps):
         """Carry out rank 0's messages until it closes its executor, then close this one."""
         if self.leads:
             raise RuntimeError("rank 0 leads: only the other ranks follow")
-        with self._or_end():
-            hear = self._ranks.hear
+        hear, beats = self._ranks.hear, self._ranks.beats
+        with self._or_end(), at_most(math.inf, lost=None if beats is None else beats.lost):
             ahead = self.stages > 1
             for message in heard_ahead(hear, self._expect) if ahead else iter(hear, None):
                 if message[0] == "close":
