@@ -204,6 +204,13 @@ def names(draw: dict[str, Any], text: str) -> bool:
     return bool(by_host or by_address or any(int(rank) in ranks for rank in said))
 
 
+def message(text: str) -> str:
+    """Return the last line of a host that is an error of ours."""
+    ours = [line for line in text.splitlines() if re.search(r"error: |Error: ", line)]
+    ours = [line for line in ours if "ChildFailed" not in line]
+    return ours[-1][-200:] if ours else ""
+
+
 def chosen() -> list[int]:
     if given := os.environ.get("DRAWS"):
         return [int(each) for each in given.split(",")]
@@ -224,7 +231,8 @@ def test_drawn_faults(base: Path, tmp_path: Path) -> None:
         table.setdefault((draw["fault"], draw["moment"]), Counter())[kind] += 1
         brief = {name: draw[name] for name in ("fault", "which", "moment", "host", "way")}
         place = f"tp {draw['tp']} pp {draw['pp']} {'experts' * draw['experts']}"
-        line = f"{seed}: {said or 'right'} after {longest:.1f} s, {brief} {place}"
+        line = f"{seed}: {said or 'right'} after {longest:.1f} s, {brief} {place}; codes "
+        line += f"{found['codes']}: {message(found['err'][1 - draw['host']])}"
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
         if said:
