@@ -31,6 +31,7 @@ from vllm_module.cli.ranks import under_torchrun
 _log = logging.getLogger("torch.distributed.elastic")
 _LAUNCHER = "VLLM_MODULE_LAUNCHER"  # in the environment of ranks: the process that started them
 _POLL = 0.1  # seconds
+_LATER = 60.0  # seconds
 _TELL = 2.0  # seconds in which the others read what is wrong
 _PROBLEM = "problem"
 # Without the current folder among those that modules are imported from, as "-m" would have it.
@@ -118,24 +119,25 @@ class HostOptions(Options):
 
         import torch.distributed as dist
 
-        from vllm_module.base.waiting import interruptibly
+        from vllm_module.base.waiting import at_most, interruptibly
 
         first = self.node_rank == 0
         if not first:
             announce(f"host {self.node_rank} of {self.nnodes} asks for host 0 at {self.address}")
         stores: Any = dist
+        call = partial(
+            stores.TCPStore,
+            self.master_addr,
+            self.master_port,
+            is_master=first,
+            # With a limit of its own, it prints stacks, and may try for twice as long.
+            timeout=timedelta(seconds=timeout + _LATER),
+            wait_for_workers=False,
+            multi_tenant=True,  # the launcher's store is the same
+        )
         try:
-            return interruptibly(
-                partial(
-                    stores.TCPStore,
-                    self.master_addr,
-                    self.master_port,
-                    is_master=first,
-                    timeout=timedelta(seconds=timeout),
-                    wait_for_workers=False,
-                    multi_tenant=True,  # the launcher's store is the same
-                )
-            )
+            with at_most(timeout):
+                return interruptibly(call)
         except (RuntimeError, ValueError) as error:
             advice = (
                 "is it free, has another host --node-rank 0, and does --master-addr lead here?"
@@ -146,7 +148,7 @@ class HostOptions(Options):
             what = "cannot be opened" if first else f"did not answer within {timeout:g} s"
             raise CommandError(
                 f"{self.address}, where the hosts meet (--master-addr, --master-port), {what}: "
-                f"{advice} torch raised {describe_error(error)}"
+                f"{advice} ({describe_error(error)})"
             ) from error
 
 
