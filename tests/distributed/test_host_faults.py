@@ -177,6 +177,8 @@ def verdict(base: Path, draw: dict[str, Any], found: dict[str, Any]) -> str:
     if draw["fault"] in ("slow link", "full disk") or draw["comes"]:
         # A server goes on until it is interrupted; the other host may be quicker than its rank.
         ends = ([130, 0], [130, 1]) if draw["way"] == "serve" else ([0, 0],)
+        if errors := [each["error"] for each in answers if "error" in each]:
+            return f"a request failed: {errors}"  # a server finishes them before it ends
         if found["codes"] in ends and any(each["tokens"] for each in answers):
             return ""
         if draw["fault"] != "full disk":

@@ -6,6 +6,7 @@ there. A limit counts time spent in the wait, and not time in which this process
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
@@ -145,6 +146,27 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if came and not is_handled:
             handler(*came[0])
+
+
+@contextmanager
+def left_to_launcher() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM in the block, where rank 0 is on this host and gets them, too.
+
+    A launcher sends them to all ranks of a host. Rank 0 may finish requests before it ends the
+    others, and cannot without them.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    beside = os.environ.get("GROUP_RANK") == "0" and os.environ.get("RANK", "0") != "0"
+    if not (is_main and beside):
+        yield
+        return
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def _check(waited: float) -> None:
