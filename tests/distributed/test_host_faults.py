@@ -189,20 +189,26 @@ def verdict(base: Path, draw: dict[str, Any], found: dict[str, Any]) -> str:
     if draw["fault"] == "^C" and draw["host"] == 0 and found["codes"][1] == 0:
         return ""  # the way to stop a server
     other = 1 - draw["host"]
-    if found["codes"][other] == 0:
-        return f"ended with codes {found['codes']}"
-    return "" if names(draw, found["err"][other] + found["out"][other]) else "not named"
+    ended_itself = "No space left on device" in found["err"][draw["host"]]
+    if draw["fault"] == "full disk" and ended_itself and draw["host"] == 0:
+        return ""  # rank 0 has closed the engine for a reason that its host has told
+    for host in (0, 1) if draw["fault"] == "cut link" else (other,):  # a link has two ends
+        if found["codes"][host] == 0:
+            return f"ended with codes {found['codes']}"
+        if not names(draw, 1 - host, found["err"][host] + found["out"][host]):
+            return f"not named: on host {host}"
+    return ""
 
 
-def names(draw: dict[str, Any], text: str) -> bool:
-    """Return whether a message names the host at fault, or one of its ranks, and no other."""
+def names(draw: dict[str, Any], at: int, text: str) -> bool:
+    """Return whether a message names a host, or one of its ranks."""
     per_host = draw["tp"] * draw["pp"] // 2
     text = re.sub(r"one of the ranks [\d, ]+", "", text)
     text = re.sub(r"host \d of 2 (asks|waits) .*", "", text)
-    ranks = [draw["host"] * per_host + each for each in range(per_host)]
+    ranks = [at * per_host + each for each in range(per_host)]
     said = re.findall(r"rank (\d+)", text)
-    by_host = re.search(rf"host {draw['host']} \(|host {draw['host']} (did|has)", text)
-    by_address = draw["host"] == 0 and "10.99.0.1:29501" in text
+    by_host = re.search(rf"host {at} \(|host {at} (did|has)", text)
+    by_address = at == 0 and "10.99.0.1:29501" in text
     return bool(by_host or by_address or any(int(rank) in ranks for rank in said))
 
 
