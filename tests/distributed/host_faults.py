@@ -57,9 +57,9 @@ class Hosts:
         draw = self.draw
         tmp = str(folder / "disk")
         environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "HOST_OF_DRAW": f"{self.tag}:{host}", "TMPDIR": tmp,
-            "GLOO_SOCKET_IFNAME": ("here", "there")[host], "MARKS": str(folder / "marks"),
-            "XDG_CACHE_HOME": tmp, "VLLM_MODULE_ADMIN_KEY": "key",
+            "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "TMPDIR": tmp,
+            "HOST_OF_DRAW": f"{self.tag}:{host}", "GLOO_SOCKET_IFNAME": ("here", "there")[host],
+            "MARKS": str(folder / "marks"), "XDG_CACHE_HOME": tmp, "VLLM_MODULE_ADMIN_KEY": "key",
             "PYTHONPATH": f"{self.directory / 'plugin'}:{os.environ.get('PYTHONPATH', '')}",
         }  # fmt: skip
         within = ("ip", "netns", "exec", "other") if host else ("unshare", "--mount")
@@ -258,8 +258,10 @@ def main(directory: Path, draw: dict[str, Any]) -> None:
         found |= judge_ends(hosts, begin, answered)
     finally:
         for host in hosts.started:
-            for _ in range(2):
-                hosts.signal(host, signal.SIGKILL)
+            hosts.signal(host, signal.SIGABRT, "ranks")  # what is left prints where it is
+        time.sleep(0.5 if hosts.processes() else 0)
+        for host in hosts.started:
+            hosts.signal(host, signal.SIGKILL)
     found["codes"] = [each.wait() for _, each in sorted(hosts.started.items())]
     found["out"] = [hosts.text(host) for host in range(2)]
     found["err"] = [hosts.text(host, "err") for host in range(2)]
