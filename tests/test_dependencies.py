@@ -27,6 +27,7 @@ DISTRIBUTIONS = {
     "h11": "uvicorn",  # whose protocol is built on it
     "filelock": "huggingface_hub",  # which locks its own downloads with it
     "tomllib": "tomli",
+    "yaml": "pyyaml",
 }
 # Who may import what an extra brings. Outside of rooms that name their extra, only lazily.
 EXTRAS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -39,6 +40,27 @@ def test_an_example_runs(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(PRINTS[name], done.stdout), done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="there is no Ray")
+@pytest.mark.parametrize(
+    ("name", "prints"),
+    [
+        ("ray_data", r"^16 of 16 completions equal one rank's$"),
+        ("ray_serve", r"^\[(\d+, ){7}\d+\] equals one rank's: True$"),
+    ],
+)
+def test_engines_in_ray(name: str, prints: str) -> None:
+    """Each makes a cluster of this machine, and gets one rank's tokens."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(prints, done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.skipif(not PYTHON, reason="CLIENTS_PYTHON names no interpreter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from vllm_module.base.waiting import (
     at_most,
     finish,
     interruptibly,
+    left_to_launcher,
     uninterrupted,
     until,
 )
@@ -89,3 +91,23 @@ def test_an_interrupt_is_raised_after_a_short_block() -> None:
     thread.start()
     thread.join()
     assert finished == [1, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_launcher_s_signal_is_left_to_the_first_rank(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank beside it goes on; on another host, and after the block, a rank gets the signal."""
+    number, came = signal.Signals[name], []
+    before = signal.signal(number, lambda *_: came.append(name))
+    try:
+        for host, rank, expected in (("0", "1", 0), ("0", "0", 1), ("1", "2", 2)):
+            monkeypatch.setenv("GROUP_RANK", host)
+            monkeypatch.setenv("RANK", rank)
+            with left_to_launcher():
+                os.kill(os.getpid(), number)
+            assert len(came) == expected
+        os.kill(os.getpid(), number)
+        assert len(came) == 3
+    finally:
+        signal.signal(number, before)

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -253,6 +254,24 @@ def test_a_host_whose_command_fails(
     begin = time.monotonic()
     mine.end(0)  # of host 0, which waits for none, as both have left
     assert time.monotonic() - begin < host_watch.LINGER / 2
+
+
+def test_ranks_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are killed after some seconds, as one that is stopped has to be."""
+    kill = os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, how: pid == os.getpid() or kill(pid, how))
+    for name in ("BEAT", "GRACE", "LINGER"):
+        monkeypatch.setattr(host_watch, name, 0.05)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for number in range(2):
+        store.set(host_watch.beat_of(number), "0")
+    watch = host_watch.HostWatch(store, 0, {1: "one"})
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank:
+        kill(rank.pid, signal.SIGSTOP)
+        watch.ranks = lambda: [rank.pid]
+        store.set(host_watch.beat_of(1), "left 1")
+        assert rank.wait(10) == -signal.SIGKILL
+    watch.end(1)
 
 
 class HeldStore:

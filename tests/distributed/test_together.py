@@ -128,6 +128,13 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(outcome: Outcome, failed:
         assert outcome.codes[rank] == 1
 
 
+@pytest.mark.parametrize("outcome", ["one_hangs_in_a_call_inside"], indirect=True)
+def test_a_limit_is_not_waited_for_twice(outcome: Outcome) -> None:
+    check_survivors(outcome, [1])
+    for note in outcome.survivors([1]).values():
+        assert TIMEOUT * 0.9 < note["at"] - outcome.event < TIMEOUT + MARGIN
+
+
 @pytest.mark.parametrize("outcome", ["one_dies_one_hangs"], indirect=True)
 def test_all_that_failed_are_named(outcome: Outcome) -> None:
     """Survivors name both the rank that died and the rank that hangs."""

@@ -146,6 +146,20 @@ def one_never_comes(directory: Path, rank: int) -> Any:
 
 
 @scenario(3)
+def one_hangs_in_a_call_inside(directory: Path, rank: int) -> Any:
+    """Who has waited for it does not wait for as long again in the call around."""
+    exchange._PATIENCE = 1.0  # type: ignore[misc]
+
+    def work() -> Any:
+        if rank == 1:
+            hang(directory)
+        await_events(directory)
+        return together(lambda: rank, timeout=TIMEOUT)
+
+    return together(work, timeout=PATIENCE, refusals=(Exception,))
+
+
+@scenario(3)
 def one_dies_before_it_comes(directory: Path, rank: int) -> Any:
     if rank == 1:
         die(directory)

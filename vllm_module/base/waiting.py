@@ -6,6 +6,7 @@ there. A limit counts time spent in the wait, and not time in which this process
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
@@ -30,6 +31,7 @@ _limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
 class _Limit:
     seconds: float
     notice: Callable[[], object] | None
+    lost: Callable[[], str] | None
 
 
 class WaitLimitError(RuntimeError):
@@ -37,12 +39,17 @@ class WaitLimitError(RuntimeError):
 
 
 @contextmanager
-def at_most(seconds: float, notice: Callable[[], object] | None = None) -> Iterator[None]:
+def at_most(
+    seconds: float,
+    notice: Callable[[], object] | None = None,
+    lost: Callable[[], str] | None = None,
+) -> Iterator[None]:
     """Limit each wait in the block: a longer one raises :class:`WaitLimitError`.
 
-    ``notice`` is called once if a wait lasts longer than ``SILENCE``.
+    ``notice`` is called once if a wait lasts longer than ``SILENCE``. ``lost`` is called often; a
+    wait raises the same error with what it returns, unless that is ``""``.
     """
-    token = _limit.set(_Limit(seconds, notice))
+    token = _limit.set(_Limit(seconds, notice, lost))
     try:
         yield
     finally:
@@ -141,11 +148,34 @@ def uninterrupted() -> Iterator[None]:
             handler(*came[0])
 
 
+@contextmanager
+def left_to_launcher() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM in the block, where rank 0 is on this host and gets them, too.
+
+    A launcher sends them to all ranks of a host. Rank 0 may finish requests before it ends the
+    others, and cannot without them.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    beside = os.environ.get("GROUP_RANK") == "0" and os.environ.get("RANK", "0") != "0"
+    if not (is_main and beside):
+        yield
+        return
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+
+
 def _check(waited: float) -> None:
     if (limit := _limit.get()) is None:
         return
     if waited >= limit.seconds:
         raise WaitLimitError(f"no answer for {limit.seconds:g} s")
+    if limit.lost is not None and (problem := limit.lost()):
+        raise WaitLimitError(problem)
     if limit.notice is not None and waited >= SILENCE:
         notice, limit.notice = limit.notice, None
         notice()

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ BEAT = 1.0  # seconds
 SILENCE = 30.0  # seconds after which a host that says nothing is given up
 GRACE = 5.0  # seconds that ranks have to tell more than that another host has ended
 _HOSTS_A_BEAT = 128  # of more hosts each asks less often: host 0 answers all
-LINGER = 10.0  # seconds that host 0 waits at the end for the others, which its store serves
+LINGER = 10.0  # seconds that ranks have to end, and for which host 0's store serves at the end
 
 
 class HostWatch:
@@ -34,8 +34,11 @@ class HostWatch:
     Attributes:
         found: what is wrong with another host, for which the ranks of this one were ended; ``""``
             if nothing is.
+        ranks: function that returns the process ids of this host's ranks.
 
     """
+
+    ranks: Callable[[], Iterable[int]] = tuple
 
     def __init__(self, store: Any, number: int, others: Mapping[int, str]) -> None:
         self.found = ""
@@ -101,6 +104,10 @@ class HostWatch:
                 self.found = problem
                 complain(error_text(problem))
                 os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the ranks
+                if not self._stop.wait(LINGER):  # as if one of them is stopped
+                    for pid in self.ranks():
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
                 return
 
     def _name(self, other: int) -> str:

@@ -31,6 +31,7 @@ from vllm_module.cli.ranks import under_torchrun
 _log = logging.getLogger("torch.distributed.elastic")
 _LAUNCHER = "VLLM_MODULE_LAUNCHER"  # in the environment of ranks: the process that started them
 _POLL = 0.1  # seconds
+_LATER = 60.0  # seconds
 _TELL = 2.0  # seconds in which the others read what is wrong
 _PROBLEM = "problem"
 # Without the current folder among those that modules are imported from, as "-m" would have it.
@@ -102,7 +103,7 @@ class HostOptions(Options):
         others = _meet(store, self, facts | _versions(), timeout)
         watch, code = HostWatch(store, self.node_rank, others), 1
         try:
-            code = _launch(self, arguments, world // self.nnodes, timeout)
+            code = _launch(self, arguments, world // self.nnodes, timeout, watch)
         finally:
             watch.end(code)
         raise typer.Exit(1 if watch.found else code)
@@ -118,24 +119,25 @@ class HostOptions(Options):
 
         import torch.distributed as dist
 
-        from vllm_module.base.waiting import interruptibly
+        from vllm_module.base.waiting import at_most, interruptibly
 
         first = self.node_rank == 0
         if not first:
             announce(f"host {self.node_rank} of {self.nnodes} asks for host 0 at {self.address}")
         stores: Any = dist
+        call = partial(
+            stores.TCPStore,
+            self.master_addr,
+            self.master_port,
+            is_master=first,
+            # With a limit of its own, it prints stacks, and may try for twice as long.
+            timeout=timedelta(seconds=timeout + _LATER),
+            wait_for_workers=False,
+            multi_tenant=True,  # the launcher's store is the same
+        )
         try:
-            return interruptibly(
-                partial(
-                    stores.TCPStore,
-                    self.master_addr,
-                    self.master_port,
-                    is_master=first,
-                    timeout=timedelta(seconds=timeout),
-                    wait_for_workers=False,
-                    multi_tenant=True,  # the launcher's store is the same
-                )
-            )
+            with at_most(timeout):
+                return interruptibly(call)
         except (RuntimeError, ValueError) as error:
             advice = (
                 "is it free, has another host --node-rank 0, and does --master-addr lead here?"
@@ -146,7 +148,7 @@ class HostOptions(Options):
             what = "cannot be opened" if first else f"did not answer within {timeout:g} s"
             raise CommandError(
                 f"{self.address}, where the hosts meet (--master-addr, --master-port), {what}: "
-                f"{advice} torch raised {describe_error(error)}"
+                f"{advice} ({describe_error(error)})"
             ) from error
 
 
@@ -222,7 +224,9 @@ def _named(text: str) -> str:
     return printable(str(json.loads(text)[0]))
 
 
-def _launch(hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: float) -> int:
+def _launch(
+    hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: float, watch: HostWatch
+) -> int:
     """Start this host's ranks by torch's launcher, and return the exit code of the command."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -260,6 +264,7 @@ def _launch(hosts: HostOptions, arguments: Sequence[str], ranks: int, timeout: f
         DefaultLogsSpecs(os.devnull),  # by default it leaves folders behind
         exit_barrier_timeout=LINGER,
     )
+    watch.ranks = lambda: agent._pcontext.pids().values() if agent._pcontext else ()
     # The watch knows which hosts will not come any more.
     agent._exit_barrier = lambda: None  # type: ignore[method-assign]
     try:

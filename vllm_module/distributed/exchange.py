@@ -76,7 +76,8 @@ def together(
             return work()
         except refusals as error:
             refusal = error
-            return _Refusal(f"failed: {describe_error(error)}")
+            lost = isinstance(error, RankError) and not error.recoverable
+            return _Refusal(f"failed: {describe_error(error)}", lost)
 
     depth = _depth.get()
     with _alone(group, depth):
@@ -110,9 +111,13 @@ def failure_of_others() -> Callable[..., str]:
 
 
 class _Refusal(NamedTuple):
-    """The message of a rank that raised one of ``refusals``, in place of a result."""
+    """The message of a rank that raised one of ``refusals``, in place of a result.
+
+    ``lost``: because another rank had ended or hung, for which it has waited already.
+    """
 
     how: str
+    lost: bool
 
 
 @contextmanager
@@ -155,6 +160,8 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
         _current.reset(of_work)
         _depth.reset(token)
     exchange.tell(outcome)
+    if isinstance(result, _Refusal) and result.lost:
+        timeout = min(timeout, _PATIENCE)
     results = exchange.settle(timeout) | {exchange.rank: result}
     return [results[each] for each in range(exchange.size)]
 

@@ -84,16 +84,15 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def connect_in_world(ranks: range, device: torch.device, stages: int = 1) -> Connections:
-    """Connect this process to those of the world that have the numbers ``ranks``, itself one."""
-    rank, size = world()
+def store_of_world(ranks: range) -> Any:
+    """Return a store for an engine of the processes of the world with these numbers."""
+    _, size = world()
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
     else:
         store = interruptibly(partial(_launcher_store, os.getpid()))
     name = f"engine {next(_engines[ranks])} of ranks {ranks.start} to {ranks.stop - 1} of {size}"
-    store = _stores.PrefixStore(name, store)
-    return connect(store, rank - ranks.start, len(ranks), device, stages)
+    return _stores.PrefixStore(name, store)
 
 
 @cache  # rank 0 may be the store's server, which the others use for as long as they run

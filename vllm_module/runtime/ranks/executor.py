@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_module.base.messages import describe_error
-from vllm_module.base.waiting import at_most, until
+from vllm_module.base.waiting import at_most, left_to_launcher, until
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import StagePipe, pipeline_parallel, tensor_parallel, together
@@ -235,8 +236,9 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
         """Carry out rank 0's messages until it closes its executor, then close this one."""
         if self.leads:
             raise RuntimeError("rank 0 leads: only the other ranks follow")
-        with self._or_end():
-            hear = self._ranks.hear
+        hear, beats = self._ranks.hear, self._ranks.beats
+        lost = None if beats is None else beats.lost
+        with self._or_end(), at_most(math.inf, lost=lost), left_to_launcher():
             ahead = self.stages > 1
             for message in heard_ahead(hear, self._expect) if ahead else iter(hear, None):
                 if message[0] == "close":

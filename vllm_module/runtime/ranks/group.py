@@ -23,12 +23,13 @@ from vllm_module.config import EngineConfig
 from vllm_module.distributed import ProcessGroup, StagePipe, surrounding_group
 from vllm_module.errors import RankError
 from vllm_module.runtime.devices import own_device
+from vllm_module.runtime.ranks.beats import SILENCE, Beats
 from vllm_module.runtime.ranks.connections import (
     Connections,
     connect,
-    connect_in_world,
     meeting_place,
     processes_of_world,
+    store_of_world,
     under_torchrun,
     world,
 )
@@ -66,6 +67,7 @@ class Ranks:
         parted: True if this rank has failed, and has told the others.
         aborted: True if collectives on devices were aborted, so that their results are wrong.
         is_led: True if rank 0 sends messages; False if every rank is called alike.
+        beats: whether ranks that a launcher has started are there; else ``None``.
         processes: those that this process started, itself or by Ray; ``None`` if it started none.
 
     Raises:
@@ -92,6 +94,7 @@ class Ranks:
         self.stages = config.pipeline_parallel_size
         self._pid = os.getpid()
         self.processes: Processes | RayActors | None = None
+        self.beats: Beats | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
         self._owns_groups = self.parted = False
         self.others: list[dist.ProcessGroup] = []
@@ -161,7 +164,10 @@ class Ranks:
                 )
             self.device = own_device(self.device, local)
             self.is_led, self._owns_groups = backend is None, True
-            self._join(*connect_in_world(ranks, self.device, stages))
+            store, place = store_of_world(ranks), (world()[0] - ranks.start, len(ranks))
+            self._join(*connect(store, *place, self.device, stages))
+            if self.is_led:
+                self.beats = Beats(store, *place, min(SILENCE, config.step_timeout))
         elif size * stages > 1:
             self._start(size * stages, work, arguments, on_ray=backend == "ray")
         else:
@@ -234,6 +240,8 @@ class Ranks:
         """Return an error that names the ranks that did not answer in time."""
         if self.processes is None:
             others = [rank for rank in range(self.size) if rank != self.rank]
+            if self.beats is not None:
+                others = [0] if self.rank and self.beats.lost() else self.beats.silent() or others
             names = ", ".join(map(str, others))
             one = "rank" if len(others) == 1 else "one of the ranks"
             return RankError(f"{one} {names} hangs, or has been stopped: {error}", others)
@@ -272,6 +280,8 @@ class Ranks:
         elif self.parted:
             self._cut_off(self.control, self.group, self.pipe)
         self._words = {}
+        if self.beats is not None:
+            self.beats.end()
         if self._shares_cores:
             end_sharing(self._shares_cores)
         owned = (self.control, self.group, self.pipe) if self._owns_groups else ()

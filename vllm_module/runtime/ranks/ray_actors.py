@@ -10,8 +10,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,9 +63,8 @@ class RayActors:
         self._release = release
         self._asked = False
         self._noted = threading.Event()  # that an actor has ended, or that all shall
-        self._found: dict[int, tuple[int, str]] = {}  # how actors ended: code and reason
         self._actors: dict[int, Any] = {}
-        self._running = 0  # number of actors that were given their work
+        self._work: dict[int, Future[int]] = {}  # of actors that were given their work
         self._places: dict[int, str] = {}
         self._group: Any = None
         self._ray = _connect()
@@ -83,14 +82,12 @@ class RayActors:
         """
         passed = {name: os.environ[name] for name in os.environ if name.startswith(_PASSED_ON)}
         kind = self._ray.remote(_actor_class())
-        begun = {}
         for rank, bundle in enumerate(self._bundles, 1):
             options = {**self._in(bundle), "max_concurrency": 2}  # it answers while it works
             self._actors[rank] = kind.options(**options).remote(passed)
-            begun[rank] = self._actors[rank].begin.remote(work)
-        refs = list(begun.values())
+        refs = [actor.begin.remote(work) for actor in self._actors.values()]
         until(lambda: not self._ray.wait(refs, num_returns=len(refs), timeout=0.1)[1])
-        for rank, ref in begun.items():
+        for rank, ref in enumerate(refs, 1):
             try:
                 pid, host = self._ray.get(ref)
             except self._ray.exceptions.RayError as error:
@@ -99,9 +96,8 @@ class RayActors:
                 ) from None
             self._places[rank] = f" (pid {pid} on {host})"
         for rank, actor in self._actors.items():
-            future = actor.run.remote(work, (rank, *arguments)).future()
-            future.add_done_callback(partial(self._note, rank))
-            self._running += 1
+            self._work[rank] = actor.run.remote(work, (rank, *arguments)).future()
+            self._work[rank].add_done_callback(lambda _: self._noted.set())
 
     def name(self, rank: int) -> str:
         """Return a rank's number with its process id and host."""
@@ -111,16 +107,15 @@ class RayActors:
         """Return the ranks that others wait for, with a description of their state."""
         asked = {actor.position.remote(): rank for rank, actor in self._actors.items()}
         answers: dict[int, tuple[bool, str]] = {}
-        refs = list(asked)
-        for ref in self._ray.wait(refs, num_returns=len(refs), timeout=_ANSWER)[0] if refs else ():
+        for ref in self._ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)[0]:
             with suppress(self._ray.exceptions.RayError):
                 answers[asked[ref]] = self._ray.get(ref)
         return waited_for(self._actors, answers)
 
     def describe(self, rank: int) -> str:
         """Return a description of how ``rank``, one of ``codes``, ended."""
-        code, reason = self._found[rank]
-        how = f"ended with exit code {code}" if code >= 0 else f"died: {reason}"
+        error = self._work[rank].exception()
+        how = f"died: {_reason(error)}" if error else f"ended with exit code {self.codes[rank]}"
         return f"{self.name(rank)} {how}"
 
     def end(self) -> None:
@@ -136,8 +131,9 @@ class RayActors:
 
         context = self._ray.get_runtime_context()
         self.host = get_node_ip_address()
-        self._needs = {"CPU": 1, "GPU": 1} if device.type == "cuda" else {"CPU": 1}
-        wanted = f"{size} ranks need " + " and ".join(f"{size} {name}" for name in self._needs)
+        key = "GPU" if device.type == "cuda" else "CPU"
+        needs = dict.fromkeys(("CPU", key), 1)
+        wanted = f"{size} ranks need " + " and ".join(f"{size} {name}" for name in needs)
         have, mine = self._ray.cluster_resources(), {}
         if context.worker.mode == self._ray.WORKER_MODE:  # this process is an actor or a task
             mine = context.get_assigned_resources()
@@ -149,24 +145,25 @@ class RayActors:
             )
         group = get_current_placement_group()
         if group is None:
-            if any(have.get(name, 0) < size for name in self._needs):
+            if any(have.get(name, 0) < size for name in needs):
                 raise ValueError(
-                    f"{wanted}, and Ray's cluster has {_listed(self._needs, have)} (nodes: "
+                    f"{wanted}, and Ray's cluster has {_listed(needs, have)} (nodes: "
                     f"{len(self._ray.nodes())}): add nodes by `ray start`, or use fewer ranks"
                 )
-            own = {name: 1 - mine.get(name, 0) for name in self._needs if mine.get(name, 0) < 1}
-            bundles = [{**own, at_host: 0.001}, *[self._needs] * (size - 1)]
+            own = {name: 1 - mine.get(name, 0) for name in needs if mine.get(name, 0) < 1}
+            bundles = [{**own, at_host: 0.001}, *[needs] * (size - 1)]
             group = self._group = placement_group(bundles, strategy="PACK")
             end = time.monotonic() + _PLACING
             while not group.wait(1):
                 if time.monotonic() > end:
-                    free = _listed(self._needs, self._ray.available_resources())
+                    free = _listed(needs, self._ray.available_resources())
                     raise TimeoutError(
                         f"{wanted}, and for {_PLACING:g} s Ray did not find them, one of them at "
-                        f"{self.host}: {free} are free of {_listed(self._needs, have)}"
+                        f"{self.host}: {free} are free of {_listed(needs, have)}"
                     )
         self._placed_in = group
-        key = "GPU" if device.type == "cuda" else "CPU"
+        # A CPU beside a GPU is the bundle's.
+        self._needs = {"num_cpus": int(key == "CPU"), "num_gpus": int(key == "GPU")}
         nodes = placement_group_table(group)["bundles_to_node_id"]
         fit = [at for at, each in enumerate(group.bundle_specs) if at and each.get(key, 0) >= 1]
         if len(fit) < size - 1:
@@ -177,10 +174,6 @@ class RayActors:
         # Ranks of a host are neighbours, because neighbours send each other most.
         fit.sort(key=lambda at: (nodes[at] != nodes[0], nodes[at], at))
         self._bundles = fit[: size - 1]
-        self._needs = {
-            name: min(1, *(group.bundle_specs[at].get(name, 0) for at in fit))
-            for name in self._needs
-        }
         self.most_on_a_host = max(Counter(nodes[at] for at in (0, *self._bundles)).values())
         self.device = device
         if device.type == "cuda":
@@ -189,8 +182,8 @@ class RayActors:
 
     def _reserved_gpu(self) -> int:
         """Return the number, here, of the GPU that is reserved for this process."""
-        ray, options = self._ray, {**self._in(0), "num_cpus": 0}
-        (gpu,) = ray.get(ray.remote(lambda: ray.get_gpu_ids()).options(**options).remote())
+        task = self._ray.remote(self._ray.get_gpu_ids).options(**self._in(0))
+        (gpu,) = self._ray.get(task.remote())
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
             return int(gpu)
@@ -205,26 +198,17 @@ class RayActors:
         """Return the options of an actor in a bundle. Ray shows it only GPUs that are its own."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needs = {f"num_{name.lower()}s": count for name, count in self._needs.items()}
-        return {**needs, "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            self._placed_in, placement_group_bundle_index=bundle
-        )}  # fmt: skip
-
-    def _note(self, rank: int, future: Any) -> None:
-        """Take the result of ``run``, in a thread of Ray's."""
-        error = future.exception()
-        # Ray does not tell the signal.
-        self._found[rank] = (
-            (future.result(), "") if error is None else (-signal.SIGKILL, _reason(error))
-        )
-        self._noted.set()
+        place = PlacementGroupSchedulingStrategy(self._placed_in, bundle)
+        return {**self._needs, "scheduling_strategy": place}
 
     def _watch(self) -> None:
         """Wait for the first actor that ends, then end the others."""
         self._noted.wait()
         if not self._asked:
             time.sleep(_GRACE)
-            self.codes = {rank: code for rank, (code, _) in list(self._found.items())}
+            for rank, work in list(self._work.items()):
+                if work.done():  # Ray does not tell the signal that killed an actor
+                    self.codes[rank] = -signal.SIGKILL if work.exception() else work.result()
         self._kill()
         if not self._asked:
             self._release()
@@ -235,9 +219,7 @@ class RayActors:
             return
         for actor in self._actors.values():
             self._ray.kill(actor)
-        end = time.monotonic() + _KILLED
-        while len(self._found) < self._running and time.monotonic() < end:
-            time.sleep(0.01)
+        wait(self._work.values(), _KILLED)
         if self._group is not None:
             from ray.util import remove_placement_group
 
@@ -258,9 +240,7 @@ def _connect() -> Any:
             if port.isdigit():  # else Ray would try for minutes
                 where = host.rpartition("/")[2].strip("[]"), int(port)
                 socket.create_connection(where, 5).close()
-            # The cluster that RAY_ADDRESS names, or one that was started here, else one of this
-            # host alone.
-            ray.init()
+            ray.init()  # of RAY_ADDRESS, or started on this host, else of this host alone
         except (OSError, ValueError, RuntimeError) as error:
             raise ConnectionError(
                 f"Ray's cluster cannot be reached (RAY_ADDRESS: {os.environ.get('RAY_ADDRESS')!r}; "

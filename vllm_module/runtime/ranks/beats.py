@@ -1,0 +1,89 @@
+"""Whether ranks of a launcher are there, by a number that each writes into their store."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any
+
+BEAT = 1.0  # seconds
+SILENCE = 30.0  # seconds after which rank 0 is given up
+
+
+class Beats:
+    """Says in a store that this rank is there, and looks whether rank 0 is, in a thread.
+
+    Rank 0 notices in a step that another rank hangs. The others wait for its next message, for
+    any time, and no connection tells that its process was stopped, or that the link was cut.
+
+    Args:
+        store: one that all ranks have.
+        rank, size: this rank, and the number of ranks.
+        limit: seconds after which rank 0 is given up.
+
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, limit: float) -> None:
+        self._store, self._rank, self._size, self._limit = store, rank, size, limit
+        self._heard = threading.Event()
+        self._asked, self._silent = time.monotonic(), 0.0
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="beats", daemon=True).start()
+
+    def lost(self) -> str:
+        """Return what is wrong with rank 0, ``""`` if nothing is; call it often during a wait.
+
+        Time in which this process was stopped does not count.
+        """
+        now = time.monotonic()
+        self._silent = 0.0 if self._heard.is_set() else self._silent + min(now - self._asked, BEAT)
+        self._asked = now
+        self._heard.clear()
+        if self._silent < self._limit:
+            return ""
+        return f"nothing was heard of it for {self._limit:g} s"
+
+    def silent(self) -> list[int]:
+        """Return the other ranks that say nothing for some beats; none if the store is silent.
+
+        Several may hang, and a rank that is not silent may wait for another one.
+        """
+        found: list[int] = []
+
+        def look() -> None:
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            before = [self._last(rank) for rank in others]
+            time.sleep(3 * BEAT)
+            found.extend(
+                rank for rank, last in zip(others, before, strict=True) if self._last(rank) == last
+            )
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(5 * BEAT)
+        return found
+
+    def end(self) -> None:
+        """Stop; the thread ends with its next beat."""
+        self._stop.set()
+
+    def _last(self, rank: int) -> bytes:
+        """Return what a rank has said last."""
+        key = f"beat {rank}"
+        value: bytes = self._store.get(key) if self._store.check([key]) else b""
+        return value
+
+    def _run(self) -> None:
+        count, last = 0, b""
+        try:
+            self._store = self._store.clone()  # a store answers one request after the other
+            while not self._stop.is_set():
+                count += 1
+                self._store.set(f"beat {self._rank}", str(count))
+                if self._rank and (now := self._last(0)) != last:
+                    last = now
+                    self._heard.set()
+                self._stop.wait(BEAT)
+        except RuntimeError:  # the process that has the store has ended: connections tell
+            self._limit = math.inf
