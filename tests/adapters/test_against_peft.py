@@ -87,6 +87,13 @@ def test_expert_parallel(tuned: Callable[[str], Any], family: str) -> None:
         assert_as_peft(tuned(family), 2, slots, enable_expert_parallel=True)
 
 
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_of_wrapped_models(tuned: Callable[[str], Any], family: str, slots: bool) -> None:
+    """The wrapper of transformers' models computes adapters of experts, too."""
+    assert_as_peft(tuned(family), 2, slots, model_impl="transformers")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_one_by_one(tuned: Callable[[str], Any], tmp_path: Path, ranks: int) -> None:
     """A and B of each expert by its own, as files of before transformers 5 have them, are the same.

@@ -67,6 +67,13 @@ def test_what_cannot_be_measured(run: Run, folder: Path) -> None:
     assert run("bench", folder, "--concurrency", 0).code == 2
 
 
+def test_no_memory_is_for_more_prompts_than_there_are(run: Run, folder: Path) -> None:
+    """A concurrency without a limit serves all prompts at once."""
+    shape = ("--input-len", 4, "--output-len", 2, "--num-prompts", 2)
+    result = run("bench", folder, *shape, "--concurrency", 10**20, "--json").json
+    assert (result["num_prompts"], result["concurrency"]) == (2, 10**20)
+
+
 def test_levels_of_concurrency(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``vllm-module inspect | plan | load | generate | chat | bench | demo``."""
+"""The command line: ``vllm-module COMMAND``, whose commands are in ``app``."""
 
 from vllm_module.cli.entry import main
 

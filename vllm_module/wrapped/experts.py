@@ -178,8 +178,12 @@ class WrappedExperts(PlacedExperts):
         (experts,) = self._library
         # Numbers after the last are of identities, which no rank keeps.
         order, offsets = self.sorted_rows(top_k_index.int().clamp(max=self.experts.count))
-        y = self._activated(self.w13(hidden, offsets, order, top_k_index.shape[-1]))
-        output = combine_experts(self.w2(y, offsets), order, offsets, top_k_weights.float())
+        top_k = top_k_index.shape[-1]
+        adapted = self.w13.adapters is not None or self.w2.adapters is not None
+        tokens = order // top_k if adapted else None
+        y = self._activated(self.w13(hidden, offsets, order, top_k, tokens=tokens))
+        down = self.w2(y, offsets, tokens=tokens)
+        output = combine_experts(down, order, offsets, top_k_weights.float())
         output = self.tp_group.all_reduce(output) if self.summed else output
         if hasattr(experts, "identity_expert"):
             weights = top_k_weights.masked_fill(top_k_index < self.experts.count, 0.0)

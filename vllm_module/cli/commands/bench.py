@@ -106,7 +106,7 @@ def bench(
         model,
         devices,
         kv_cache_dtype=kv_cache_dtype.value,
-        max_num_seqs=concurrency,
+        max_num_seqs=min(concurrency, num_prompts),
     ) as llm:
         results = measure(llm, input_len, output_len, num_prompts, concurrency, seed)
         if plot is not None:
