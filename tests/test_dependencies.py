@@ -46,6 +46,7 @@ EXTRAS = {
     ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",
     ("vllm_module.runtime.sampling.grammar_script", "llguidance"): "structured-outputs",
     ("vllm_module.runtime.ranks.ray_actors", "ray"): "ray",
+    ("vllm_module.cooperative.nixl", "nixl"): "nixl",
     ("vllm_module.server", "starlette"): "serve",
     ("vllm_module.server", "uvicorn"): "serve",
     ("vllm_module.server.backends", "h11"): "serve",

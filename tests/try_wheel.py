@@ -65,6 +65,7 @@ config = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "num_hidden_
 get_model(model_config=ModelConfig(model=str(folder)), device_config=DeviceConfig(device="cpu"),
     load_config=LoadConfig(load_format="dummy"))
 """
+NIXL = "from vllm_module.cooperative.nixl import NixlCarrier; NixlCarrier()"
 # For each extra, code that needs it, and what that says where the extra is missing.
 EXTRAS = {
     "compressed-tensors": (COMPRESSED, "vllm-module[compressed-tensors]"),
@@ -74,6 +75,7 @@ EXTRAS = {
     "docs": ("import material, mkdocs, mkdocstrings_handlers.python", "No module named"),
     "fuzz": ("import atheris", "No module named"),
     "lint": ("import mypy, ruff", "No module named"),
+    "nixl": (NIXL, "the extra nixl"),
     "otel": ("import opentelemetry.instrumentation.starlette", "No module named"),
     "peft": ("import peft", "No module named"),
     "plot": (PLOT, "vllm-module[plot]"),

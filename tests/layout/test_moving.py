@@ -6,13 +6,14 @@ import runpy
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from vllm_module.base.process_groups import private_group
-from vllm_module.cooperative import moving, receive_boxes, send_boxes
+from vllm_module.cooperative import moved, receive_boxes, send_boxes
 from vllm_module.distributed import tensor_parallel
 from vllm_module.layers import MergedColumnParallelLinear
 from vllm_module.layout import TransferPlan
@@ -27,8 +28,11 @@ def fused(rank: int, size: int) -> MergedColumnParallelLinear:
         return MergedColumnParallelLinear(6, [8, 8], bias=True, shard_names=("gate", "up"))
 
 
-def test_a_slot_in_the_middle_of_a_parameter_is_sent() -> None:
+@pytest.mark.parametrize("transport", ["group", "nixl"])
+def test_a_slot_in_the_middle_of_a_parameter_is_sent(transport: Any) -> None:
     """The second slot of a rank's part begins where the first one ends."""
+    if transport == "nixl":
+        pytest.importorskip("nixl")
     weights = random_weights(fused(0, 1).expected_weights(), seed=1)
     source = fused(0, 2).plan_weights(weights).layout(2)
     plan = TransferPlan(source, fused(0, 1).plan_weights(weights).layout(1))
@@ -37,10 +41,11 @@ def test_a_slot_in_the_middle_of_a_parameter_is_sent() -> None:
     def work(rank: int) -> dict[str, torch.Tensor]:
         group = private_group(store, rank, 3, torch.device("cpu"), timedelta(seconds=LIMIT))
         if rank == 2:
-            return dict(receive_boxes(plan, group=group, timeout=LIMIT))
+            return dict(receive_boxes(plan, group=group, timeout=LIMIT, transport=transport))
         layer = fused(rank, 2)
         layer.load_weights(weights)
-        send_boxes(plan, source, dict(layer.named_parameters()), group=group, timeout=LIMIT)
+        parameters = dict(layer.named_parameters())
+        send_boxes(plan, source, parameters, group=group, timeout=LIMIT, transport=transport)
         return {}
 
     with ThreadPoolExecutor(3) as threads:
@@ -61,7 +66,7 @@ def test_a_rank_without_memory_blames_no_other(monkeypatch: pytest.MonkeyPatch) 
     plan = TransferPlan(source, source)
     layer = fused(0, 1)
     layer.load_weights(weights)
-    monkeypatch.setattr(moving, "bytes_of", no_memory)
+    monkeypatch.setattr(moved, "bytes_of", no_memory)
     store = dist.HashStore()
 
     def work(rank: int) -> None:
@@ -79,6 +84,6 @@ def test_boxes_of_a_device_are_joined_on_the_host() -> None:
     device = SIMULATED["SimulatedDevice"]()
     with device.present():
         parts = [torch.full((3,), at, dtype=torch.uint8, device="cuda") for at in range(4)]
-        message = moving.packed([(None, at) for at in range(4)], lambda _, at: parts[at])  # type: ignore[misc]
+        message = moved.packed([(None, at) for at in range(4)], lambda _, at: parts[at])  # type: ignore[misc]
     assert message.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert "cat" not in device.operators

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -14,6 +14,8 @@ from vllm_module.layout import HeldBox, Hop, Layout, Route
 from vllm_module.layout.views import Box, place
 
 HeldValues: TypeAlias = tuple[Box, Sequence[int], torch.Tensor]  # a box, its view, its values
+
+Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by a tensor's name and a box's number
 
 
 class Moved(NamedTuple):
@@ -130,3 +132,23 @@ def write_box(
             region.copy_(values.reshape(() if box.numel == 1 else region.shape))
             return
     raise AssertionError(f"{each.name}: rank {rank} does not keep {part}")
+
+
+Read: TypeAlias = Callable[[Moved, int], torch.Tensor]  # the values of a box
+
+
+def packed(boxes: Sequence[tuple[Moved, int]], read: Read) -> torch.Tensor:
+    """Return the message of boxes, in host memory: on a device, they have no second copy."""
+    return torch.cat([bytes_of(read(each, number)).cpu() for each, number in boxes])
+
+
+def unpacked(message: torch.Tensor, boxes: Sequence[tuple[Moved, int]]) -> Values:
+    """Return the boxes of a message."""
+    values: Values = {}
+    at = 0
+    for each, number in boxes:
+        nbytes = nbytes_of(each, number)
+        part = message[at : at + nbytes].clone()  # aligned for its dtype
+        values[each.name, number] = part.view(each.dtype).view(each.box(number)[1])
+        at += nbytes
+    return values

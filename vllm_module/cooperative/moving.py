@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,18 @@ from vllm_module.base.process_groups import rank_and_size
 from vllm_module.cooperative.moved import (
     HeldValues,
     Moved,
+    Read,
+    Values,
     boxes_on,
-    bytes_of,
     held_values,
     narrowed,
     nbytes_of,
+    packed,
     part_of,
+    unpacked,
     write_box,
 )
+from vllm_module.cooperative.nixl import FRAME, NixlCarrier
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.layout import Layout, TransferPlan
 from vllm_module.layout.layout import EXPERT
@@ -40,8 +44,8 @@ from vllm_module.layout.messages import GATHERED, RELAYED, SENT, Message
 
 _TAG = 1 << 21  # tag of the first stage's messages
 _DIGEST = 16  # bytes
+Transport: TypeAlias = Literal["group", "nixl"]
 _Held: TypeAlias = dict[str, list[HeldValues]]  # by name
-_Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by name and number of the box
 _Boxes: TypeAlias = dict[int, list[tuple[Moved, int]]]  # tensors and numbers of boxes, by rank
 
 
@@ -54,6 +58,7 @@ def send_boxes(
     bucket_bytes: int = 1 << 28,
     timeout: float = 600.0,
     weight_version: str = "",
+    transport: Transport = "group",
 ) -> None:
     """Send what this rank holds to the ranks that keep it, as ``plan`` says.
 
@@ -66,13 +71,16 @@ def send_boxes(
             every rank.
         timeout: seconds that a message may take.
         weight_version: name of the weights, the same on every rank.
+        transport: ``"group"`` sends bytes over the group, ``"nixl"`` lets ranks read each other's
+            memory by NIXL (the extra ``nixl``), and sends over the group only where it is; the same
+            on every rank.
 
     Raises:
         RankError: a rank has ended or hangs, or has left in the middle; it names that rank.
         ValueError: a tensor is missing here or has another shape, or the group's size is wrong.
 
     """
-    moving = _Moving(plan, group, timeout, weight_version)
+    moving = _Moving(plan, group, timeout, weight_version, transport=transport)
     rank = moving.rank
     for batch in moving.batches(bucket_bytes):
         held = {each.name: held_values(source, each, rank, tensors) for each in batch}
@@ -87,7 +95,7 @@ def send_boxes(
                     parts[each.name, hop.box] = read(each, hop.box)
 
         def give(
-            each: Moved, number: int, parts: _Values = parts, read: _Read = read
+            each: Moved, number: int, parts: Values = parts, read: Read = read
         ) -> torch.Tensor:
             if number not in each.route.parts:
                 return read(each, number)
@@ -107,6 +115,7 @@ def receive_boxes(
     bucket_bytes: int = 1 << 28,
     timeout: float = 600.0,
     weight_version: str = "",
+    transport: Transport = "group",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of which this rank keeps a part, for ``update_weights`` of this rank.
 
@@ -117,11 +126,11 @@ def receive_boxes(
     version or plan; it names that rank. The model refuses to run if it has a mixture of old and new
     weights then.
     """
-    moving = _Moving(plan, group, timeout, weight_version)
+    moving = _Moving(plan, group, timeout, weight_version, transport=transport)
     for batch in moving.batches(bucket_bytes):
         arrived = moving.stage(batch, SENT, _nothing)
 
-        def relay(each: Moved, number: int, arrived: _Values = arrived) -> torch.Tensor:
+        def relay(each: Moved, number: int, arrived: Values = arrived) -> torch.Tensor:
             return arrived[each.name, number]
 
         arrived |= moving.stage(batch, RELAYED, relay)
@@ -197,9 +206,6 @@ def exchange_boxes(
     return received
 
 
-_Read: TypeAlias = Callable[[Moved, int], torch.Tensor]
-
-
 def _nothing(each: Moved, number: int) -> torch.Tensor:
     raise AssertionError(f"{each.name}: a rank of the target sends a box before it arrives")
 
@@ -215,7 +221,11 @@ class _Moving:
         version: str,
         *,
         in_place: bool = False,
+        transport: Transport = "group",
     ) -> None:
+        if transport not in ("group", "nixl"):
+            raise ValueError(f"transport should be 'group' or 'nixl', got {shorten(transport)}")
+        self._nixl = NixlCarrier() if transport == "nixl" else None
         self.plan, self.group, self.timeout, self.version = plan, group, timeout, version
         self.rank, size = rank_and_size(group)
         self.first_target = plan.source_ranks
@@ -266,7 +276,7 @@ class _Moving:
         if batch:
             yield batch
 
-    def stage(self, batch: Sequence[Moved], stage: int, read: _Read) -> _Values:
+    def stage(self, batch: Sequence[Moved], stage: int, read: Read) -> Values:
         """Send and receive the boxes of the hops of a stage; return those that arrive here."""
         going, coming = self.messages(batch, stage)
         return self.transfer(stage, coming, going, lambda peer: packed(going[peer], read))
@@ -289,7 +299,7 @@ class _Moving:
 
     def transfer(
         self, stage: int, coming: _Boxes, going: _Boxes, message_to: Callable[[int], torch.Tensor]
-    ) -> _Values:
+    ) -> Values:
         """Send messages, which ``message_to`` returns, and return the boxes that arrive here."""
         first = self._first[stage]
         of: dict[str, Any] = {"group": self.group, "tag": _TAG + first[0] * 2 + first[1]}
@@ -300,33 +310,46 @@ class _Moving:
             peer: torch.empty(sum(nbytes_of(*box) for box in coming[peer]), dtype=torch.uint8)
             for peer in senders
         }
-        values: _Values = {}
+        values: Values = {}
+        offered: list[torch.Tensor] = []
         comes: list[tuple[int, Any]] = []
         sent: list[tuple[int, list[tuple[Moved, int]], Any]] = []
+        nixl = self._nixl
         for peer, head in heads.items():
             with self._naming(peer, coming[peer]):
                 comes.append((peer, dist.irecv(head, group_src=peer, **of)))
         for peer in self._peers[stage]:
             if boxes := going.get(peer):
                 memory = message_to(peer)
-                for part in (self._head(boxes), memory):
-                    with self._naming(peer, boxes):
+                told = memory if nixl is None else nixl.offered(memory)
+                with self._naming(peer, boxes):
+                    for part in (self._head(boxes), told):
                         sent.append((peer, boxes, dist.isend(part, group_dst=peer, **of)))
+                    if nixl is not None:  # once the bytes have been read
+                        done = torch.empty(1, dtype=torch.uint8)
+                        sent.append((peer, boxes, dist.irecv(done, group_src=peer, **of)))
+                        offered.append(memory)
         messages = []
         for peer, work in comes:
             with self._naming(peer, coming[peer]):
                 _wait(work, limit)
             # Before the receive is posted: gloo ends a process that gets more than it expects.
             self._check_head(peer, heads[peer], coming[peer])
+            told = room[peer] if nixl is None else torch.empty(FRAME, dtype=torch.uint8)
             with self._naming(peer, coming[peer]):
-                messages.append((peer, dist.irecv(room[peer], group_src=peer, **of)))
-        for peer, work in messages:
+                messages.append((peer, told, dist.irecv(told, group_src=peer, **of)))
+        for peer, told, work in messages:
             with self._naming(peer, coming[peer]):
                 _wait(work, limit)
-            values |= _unpacked(room.pop(peer), coming[peer])
+                if nixl is not None:
+                    nixl.finish(nixl.start(told, room[peer]), limit)
+                    sent.append((peer, coming[peer], dist.isend(told[:1], group_dst=peer, **of)))
+            values |= unpacked(room.pop(peer), coming[peer])
         for peer, boxes, work in sent:
             with self._naming(peer, boxes):
                 _wait(work, limit)
+        if nixl is not None:
+            nixl.release()
         return values
 
     @contextmanager
@@ -365,23 +388,6 @@ class _Moving:
             f"{printable_name(boxes[0][0].name)}: it is late, sends twice, or has other "
             "layouts. Use another process group, and send all weights again"
         )
-
-
-def packed(boxes: Sequence[tuple[Moved, int]], read: _Read) -> torch.Tensor:
-    """Return the message of boxes, in host memory: on a device, they have no second copy."""
-    return torch.cat([bytes_of(read(each, number)).cpu() for each, number in boxes])
-
-
-def _unpacked(message: torch.Tensor, boxes: Sequence[tuple[Moved, int]]) -> _Values:
-    """Return the boxes of a message."""
-    values: _Values = {}
-    at = 0
-    for each, number in boxes:
-        nbytes = nbytes_of(each, number)
-        part = message[at : at + nbytes].clone()  # aligned for its dtype
-        values[each.name, number] = part.view(each.dtype).view(each.box(number)[1])
-        at += nbytes
-    return values
 
 
 def _wait(work: dist.Work | None, limit: timedelta) -> None:
