@@ -81,12 +81,13 @@ def drawn(seed: int) -> dict[str, Any]:
     comes = fault == "late" and draw.random() < 0.5
     delay = draw.uniform(0, 4 if moment == "starting" else 2)
     timeout = 30.0
+    wrong = WRONG[2:] if moment == "updates" else WRONG  # an update may have other values
     if fault == "late":
         delay, timeout = (4.0, 30.0) if comes else (14.0, 8.0)
     return {
         "seed": seed, "fault": fault, "moment": moment, "host": draw.randrange(2), "way": way,
         "tp": tp, "pp": pp, "experts": experts, "which": which, "delay": delay,
-        "timeout": timeout, "step_timeout": 8.0, "wrong": draw.choice(WRONG), "comes": comes,
+        "timeout": timeout, "step_timeout": 8.0, "wrong": draw.choice(wrong), "comes": comes,
     }  # fmt: skip
 
 
