@@ -38,6 +38,7 @@ KINDS = {
 PAIRS = [(fault, moment) for fault, moments in KINDS.items() for moment in moments]
 # Ranks of a stage, stages, and whether experts are spread over ranks.
 LAYOUTS = [(2, 1, False), (1, 2, False), (2, 1, True), (2, 2, False)]
+FEW = [6, 14]  # draws of a program, whose answers have 8 tokens
 WRONG = ("another entry of config.json", "another value", "a file cut short", "no file")
 PLUGIN = {
     "slow_model.py": """
@@ -81,12 +82,13 @@ def drawn(seed: int) -> dict[str, Any]:
     comes = fault == "late" and draw.random() < 0.5
     delay = draw.uniform(0, 4 if moment == "starting" else 2)
     timeout = 30.0
+    wrong = WRONG[2:] if moment == "updates" else WRONG  # an update may have other values
     if fault == "late":
         delay, timeout = (4.0, 30.0) if comes else (14.0, 8.0)
     return {
         "seed": seed, "fault": fault, "moment": moment, "host": draw.randrange(2), "way": way,
         "tp": tp, "pp": pp, "experts": experts, "which": which, "delay": delay,
-        "timeout": timeout, "step_timeout": 8.0, "wrong": draw.choice(WRONG), "comes": comes,
+        "timeout": timeout, "step_timeout": 8.0, "wrong": draw.choice(wrong), "comes": comes,
     }  # fmt: skip
 
 
@@ -98,7 +100,8 @@ def written(base: Path) -> None:
             str(base / name), device="cpu", dtype="float32", kv_cache_memory_bytes=4 << 20,
             skip_tokenizer_init=True,
         ) as llm:  # fmt: skip
-            asked = SamplingParams(temperature=0.0, max_tokens=FAULTS["TOKENS"], ignore_eos=True)
+            most = 8 if chosen() == FEW else FAULTS["TOKENS"]
+            asked = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
             (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], asked, use_tqdm=False)
         (base / f"{name}.json").write_text(json.dumps(list(output.outputs[0].token_ids)))
         path = base / name / "config.json"
@@ -222,7 +225,7 @@ def message(text: str) -> str:
 def chosen() -> list[int]:
     if given := os.environ.get("DRAWS"):
         return [int(each) for each in given.split(",")]
-    return list(range(100)) if os.environ.get("AT_LENGTH") else [6, 14]
+    return list(range(100)) if os.environ.get("AT_LENGTH") else FEW
 
 
 def test_drawn_faults(base: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_ranks_that_are_silent_are_told_from_those_that_wait(start: Callable[[in
     time.sleep(0.3)
     second.end()
     time.sleep(0.3)
-    assert first.silent() == [1]
+    assert first.suspects() == [1]
 
 
 def test_a_store_that_ends_says_nothing_of_rank_0(start: Callable[[int], Beats]) -> None:
@@ -86,3 +86,4 @@ def test_a_store_that_ends_says_nothing_of_rank_0(start: Callable[[int], Beats])
     follower._store = Ended()
     time.sleep(0.3)
     assert lost_within(follower, 2 * LIMIT) == ""
+    assert follower.suspects() == [0]  # where connections do not tell: it was on that host

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 BEAT = 1.0  # seconds
@@ -29,7 +30,8 @@ class Beats:
         self._heard = threading.Event()
         self._asked, self._silent = time.monotonic(), 0.0
         self._stop = threading.Event()
-        threading.Thread(target=self._run, name="beats", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+        self._thread.start()
 
     def lost(self) -> str:
         """Return what is wrong with rank 0, ``""`` if nothing is; call it often during a wait.
@@ -44,20 +46,24 @@ class Beats:
             return ""
         return f"nothing was heard of it for {self._limit:g} s"
 
-    def silent(self) -> list[int]:
-        """Return the other ranks that say nothing for some beats; none if the store is silent.
+    def suspects(self) -> list[int]:
+        """Return the other ranks that say nothing for some beats.
 
-        Several may hang, and a rank that is not silent may wait for another one.
+        It is rank 0 if the store says nothing, which is on its host. There may be none: a rank that
+        is not silent may hang, too.
         """
-        found: list[int] = []
+        found = [0] if self._rank else []
+        if found and self.lost():
+            return found
 
         def look() -> None:
             others = [rank for rank in range(self._size) if rank != self._rank]
-            before = [self._last(rank) for rank in others]
-            time.sleep(3 * BEAT)
-            found.extend(
-                rank for rank, last in zip(others, before, strict=True) if self._last(rank) == last
-            )
+            with suppress(RuntimeError):  # the process that has the store has ended
+                before = [self._last(rank) for rank in others]
+                time.sleep(3 * BEAT)
+                after = [self._last(rank) for rank in others]
+                pairs = zip(others, before, after, strict=True)
+                found[:] = [rank for rank, last, now in pairs if last == now]
 
         thread = threading.Thread(target=look, daemon=True)
         thread.start()
@@ -65,8 +71,9 @@ class Beats:
         return found
 
     def end(self) -> None:
-        """Stop; the thread ends with its next beat."""
+        """Stop; only a request that is not answered outlasts this."""
         self._stop.set()
+        self._thread.join(BEAT)
 
     def _last(self, rank: int) -> bytes:
         """Return what a rank has said last."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -12,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vllm_module.base.process_groups import private_group
+from vllm_module.base.process_groups import private_group, rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import interruptibly
 from vllm_module.config import EngineConfig
 from vllm_module.distributed import PipelineStage
 from vllm_module.runtime.devices import current
 
 _stores: Any = dist  # torch.distributed has the stores; its type hints lack them
+_CUT_TAG = (1 << 18) + 1  # tag of a receive that is posted only to notice a closed connection
 _TIMEOUT = timedelta(minutes=30)  # of a collective, as torch has it
 _FOREVER = timedelta(days=365)  # timeout of a wait: an engine may wait for requests for any time
 # Engines of the same processes of a launcher are numbered, because these share one store.
@@ -64,6 +67,26 @@ def connect(store: Any, rank: int, size: int, device: torch.device, stages: int 
             )
 
     return interruptibly(create)
+
+
+def cut_off(*groups: dist.ProcessGroup | None) -> None:
+    """Close the connections to other ranks, by receives that time out.
+
+    The others then stop waiting for this rank. NCCL's connections end with the process.
+    """
+    for group in groups:
+        if group is None or not sends_between_cpus(group):
+            continue
+        rank, size = rank_and_size(group)
+        for peer in set(range(size)) - {rank}:
+            with suppress(RuntimeError, ValueError):
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                work = dist.irecv(nothing, group=group, group_src=peer, tag=_CUT_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+        # Never destroyed: that waits for all sends, and gloo does not end one to a rank that has
+        # ended. So a process would hang when it exits.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def meeting_place(size: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> Any:

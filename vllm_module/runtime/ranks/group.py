@@ -27,6 +27,7 @@ from vllm_module.runtime.ranks.beats import SILENCE, Beats
 from vllm_module.runtime.ranks.connections import (
     Connections,
     connect,
+    cut_off,
     meeting_place,
     processes_of_world,
     store_of_world,
@@ -41,7 +42,6 @@ _log = logging.getLogger(__name__)
 _FRAME = 1 << 15  # bytes of a message's first frame, enough for most steps
 _LAST_WORDS = 1 << 12  # bytes of a failing rank's message
 _TAG = 1 << 18  # tag of a failing rank's message
-_CUT_TAG = _TAG + 1  # tag of a receive that is posted only to notice a closed connection
 _EVIDENCE = 2.0  # seconds to wait for a failing rank's message
 _GRACE = 1.0  # seconds to wait for the exit code of a process that has ended
 _RANKS_PER_CPU = 8  # limit on ranks per CPU core; tests start many
@@ -230,8 +230,8 @@ class Ranks:
                 return RankError("\n".join(lines), words)
             if isinstance(error, RankError):
                 return error
-        others = [rank for rank in range(self.size) if rank != self.rank] if self.size == 2 else []
-        name = f"rank {others[0]}" if others else "another rank"
+        others = [1 - self.rank] if self.size == 2 else self.beats.suspects() if self.beats else []
+        name = f"rank {' or '.join(map(str, others))}" if others else "another rank"
         how = "; ".join(codes) or f"{name} ended, or hangs"
         how += f": see what it printed. torch raised {describe_error(error)}"
         return RankError(how, others)
@@ -241,7 +241,7 @@ class Ranks:
         if self.processes is None:
             others = [rank for rank in range(self.size) if rank != self.rank]
             if self.beats is not None:
-                others = [0] if self.rank and self.beats.lost() else self.beats.silent() or others
+                others = self.beats.suspects() or others
             names = ", ".join(map(str, others))
             one = "rank" if len(others) == 1 else "one of the ranks"
             return RankError(f"{one} {names} hangs, or has been stopped: {error}", others)
@@ -268,7 +268,7 @@ class Ranks:
         if self.parted or self.processes is not None:
             self._abort()  # else shutting the group down would wait for the others
         if self.parted:
-            self._cut_off(*self.others)
+            cut_off(*self.others)
         if self.processes is not None:
             self.processes.end()
         elif self.control is not None and self.is_led and not self.rank and not self.parted:
@@ -276,9 +276,9 @@ class Ranks:
                 with at_most(_EVIDENCE):
                     self.tell(("close", ()))
             except RuntimeError:
-                self._cut_off(self.control, self.group, self.pipe)
+                cut_off(self.control, self.group, self.pipe)
         elif self.parted:
-            self._cut_off(self.control, self.group, self.pipe)
+            cut_off(self.control, self.group, self.pipe)
         self._words = {}
         if self.beats is not None:
             self.beats.end()
@@ -290,23 +290,6 @@ class Ranks:
                 group.shutdown()
         self.processes, self.control, self.others = None, None, []
         self._owns_groups, self._shares_cores = False, 0
-
-    def _cut_off(self, *groups: dist.ProcessGroup | None) -> None:
-        """Close the connections of groups to other ranks, by receives that time out.
-
-        The others then stop waiting for this rank. None of this rank's own waits is left, for which
-        destroying its group would wait. NCCL's connections end with the process.
-        """
-        for group in groups:
-            if group is None or not sends_between_cpus(group):
-                continue
-            rank, size = rank_and_size(group)
-            for peer in set(range(size)) - {rank}:
-                with suppress(RuntimeError, ValueError):
-                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                    work = dist.irecv(nothing, group=group, group_src=peer, tag=_CUT_TAG)
-                    assert work is not None
-                    work.wait(timedelta(milliseconds=1))
 
     def _abort(self) -> None:
         """Abort collectives on devices, which would wait for a rank that has ended or hangs.
