@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,6 +126,7 @@ def base_names(weights: Mapping[str, Any], config: AdapterConfig) -> dict[str, W
     return named
 
 
+@lru_cache(maxsize=1 << 12)
 def _unwrapped(name: str) -> tuple[str, int, str]:
     """Return the module of A or B, how many wrappers are around its own, and the rest."""
     module, dot, rest = name.rpartition(".lora_")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeGuard
 
@@ -26,6 +27,7 @@ from vllm_module.weights.strict_json import parse_object
 from vllm_module.weights.weight_file import WeightFile
 
 _LENGTH_BYTES = 8
+_KEPT_BYTES = 1 << 18  # of a header that is parsed once for several files
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _UNSUPPORTED = {"F4", "F6_E2M3", "F6_E3M2"}  # dtypes below a byte; torch computes with none of them
 
@@ -79,6 +81,22 @@ def read_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> Hea
         raise CheckpointFormatError(
             f"{where}: its header should begin with '{{', and begins with {text[:1]!r}. {DAMAGED}"
         )
+    if length > _KEPT_BYTES:
+        return _parsed(text, size, start, where)
+    try:
+        entries, metadata, start = _kept(text, size, start)
+    except CheckpointFormatError:
+        return _parsed(text, size, start, where)  # raises, and says in which file
+    return Header({**entries}, {**metadata}, start)
+
+
+# Adapters that one program makes have the same header.
+@lru_cache(maxsize=8)
+def _kept(text: bytes, size: int, start: int) -> Header:
+    return _parsed(text, size, start, "a file")
+
+
+def _parsed(text: bytes, size: int, start: int, where: str) -> Header:
     fields = parse_object(text, f"{where}: its header", DAMAGED)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(t, str) for t in metadata.values()):

@@ -17,7 +17,7 @@ from vllm_module.base.waiting import SILENCE, SLICE, WaitLimitError, taken
 from vllm_module.config import EngineConfig
 from vllm_module.distributed import together
 from vllm_module.errors import RankError
-from vllm_module.runtime.ranks.connections import meeting_place
+from vllm_module.runtime.ranks.connections import cut_off, meeting_place
 from vllm_module.weights.meeting import init_weight_transfer
 
 _log = logging.getLogger(__name__)
@@ -170,11 +170,7 @@ class Rounds:
         """End the connections to the other engines."""
         self._over = True
         self._called.set()
-        for engine in self._came:
-            with suppress(RuntimeError, ValueError):  # a wait that times out closes connections
-                nothing = torch.empty(1, dtype=torch.int64, device="cpu")
-                work: Any = dist.irecv(nothing, group=self.group, group_src=engine, tag=_TAG + 1)
-                work.wait(timedelta(milliseconds=1))
+        cut_off(self.group)
 
     def _tell(self, tokens: int, decodes: bool) -> None:
         # Who listens finds that a connection is closed.
