@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from vllm_module.config import EngineConfig
+from vllm_module.errors import RankError
 from vllm_module.runtime.ranks import rounds
 from vllm_module.runtime.ranks.rounds import Rounds
 
@@ -91,3 +92,22 @@ def test_an_engine_with_requests_begins_the_round_itself(monkeypatch: pytest.Mon
         time.sleep(0.1)
         assert each[2].agree(3, True) == first.result() == second.result() == (5, False)
     assert not steps
+
+
+def test_an_engine_that_is_paused_is_waited_for_once() -> None:
+    """It has requests and begins no round; the others would wait in each step."""
+    waits: list[object] = []
+    with three() as (each, pool):
+        paused: Any = each[2]
+        paused._changed.wait_for = lambda *arguments: waits.append(arguments)
+
+        def step(_: int) -> bool:
+            with suppress(RankError):  # at the end
+                return bool(paused.agree(0, True) == (2, False))
+            return False
+
+        paused.attend(step, lambda: True, lambda: True)
+        for _ in range(3):
+            found = [pool.submit(one.agree, 2, False) for one in each[:2]]
+            assert [one.result() for one in found] == [(2, False)] * 2
+        assert len(waits) == 1

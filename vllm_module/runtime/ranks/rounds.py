@@ -159,6 +159,7 @@ class Rounds:
         self._attended, self._can_step = True, can_step
 
         def run() -> None:
+            stalls_at = -1  # the number of a round before which this engine, asked, began none
             while not self._over:
                 self._called.wait()
                 self._called.clear()
@@ -167,12 +168,14 @@ class Rounds:
                     if not can_step():
                         time.sleep(_LOOK)
                         continue
-                    if has_requests():
+                    if number != stalls_at and has_requests():
                         with self._changed:
                             self._changed.wait_for(partial(self._is_past, number), _GRACE)
-                    if self.number == number and not step(number):
-                        self._attended = False
-                        return
+                    if self.number == number:
+                        if not step(number):
+                            self._attended = False
+                            return
+                        stalls_at = self.number
 
         threading.Thread(target=run, name="rounds", daemon=True).start()
 
