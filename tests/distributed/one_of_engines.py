@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -86,6 +87,20 @@ def interrupt_close(llm: LLM) -> str | None:
     return "not interrupted"
 
 
+def close_in_a_step(llm: LLM) -> str | None:
+    """Return why the engine has ended that is closed by its own step, as by a signal handler."""
+    first_of(llm).w2.forward = lambda *_, **__: llm.close()
+    with suppress(Exception):
+        generate(llm, [[1, 2]])
+    return llm.executor.end
+
+
+def first_of(llm: LLM) -> Any:
+    """Return the first layer with experts."""
+    modules = llm.executor.worker.model.modules()
+    return next(each for each in modules if isinstance(each, FusedMoE))
+
+
 def fork(llm: LLM) -> int | None:
     """Return the status with which a fork of this process exits; ``None`` if it hangs."""
     if not (pid := os.fork()):
@@ -120,16 +135,14 @@ def fail_in_steps(llm: LLM, stops: bool = False) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         raise RuntimeError("a fault of this engine alone")
 
-    modules = llm.executor.worker.model.modules()
-    layer: Any = next(each for each in modules if isinstance(each, FusedMoE))
-    layer.w2.forward = forward
+    first_of(llm).w2.forward = forward
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        generate, generate_late, interrupt_close, fork, wait_for_device, update, experts, rounds,
-        preemptions, fail_in_steps,
+        generate, generate_late, interrupt_close, close_in_a_step, fork, wait_for_device, update,
+        experts, rounds, preemptions, fail_in_steps,
     )
 }  # fmt: skip
 

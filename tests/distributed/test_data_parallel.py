@@ -214,15 +214,15 @@ def test_an_engine_that_nobody_holds_computes_for_the_others(folders: dict[str, 
         assert second.call("generate", PROMPTS) == of_one_engine(folders["mixtral"])
 
 
-@pytest.mark.parametrize("how", ["asleep", "interrupted"])
+@pytest.mark.parametrize("how", ["asleep", "interrupt_close", "close_in_a_step"])
 def test_an_engine_closes_without_waiting(how: str, folders: dict[str, Path]) -> None:
-    """One that sleeps can take part in no step, and Ctrl-C ends its wait for the others."""
+    """One that sleeps or is in a step can take part in none, and Ctrl-C ends the wait."""
     with engines(folders["mixtral"]) as (first, second):
         assert (first.hear(), second.hear()) == ("ready", "ready")
         if how == "asleep":
             first.call("sleep")
         else:
-            assert first.call("interrupt_close") == "it was closed"
+            assert first.call(how) == "it was closed"
         first.close()
         assert first.hear() == "closed"
         answer = second.call("generate", PROMPTS)
@@ -273,9 +273,11 @@ def test_an_engine_that_ends_is_named(how: str, folders: dict[str, Path]) -> Non
 
 def test_engines_that_differ_are_refused(folders: dict[str, Path]) -> None:
     """Both say in what."""
-    with engines(folders["mixtral"], of_each=[{}, {"max_num_seqs": 3}]) as found:
+    other = {"max_num_seqs": 3, "kv_cache_memory_bytes": 1 << 19}
+    with engines(folders["mixtral"], of_each=[{}, other]) as found:
         for each in found:
-            assert "max_num_seqs: 256 on rank 0; 3 on rank 1" in each.hear()
+            assert "max_num_seqs: 256 on rank 0; 3 on rank 1" in (answer := each.hear())
+            assert "kv_cache_memory_bytes: 1048576 on rank 0; 524288 on rank 1" in answer
 
 
 def test_models_and_settings_that_share_nothing_are_refused(

@@ -359,7 +359,7 @@ class LLM(
             return
         locked = False
         try:
-            if engine is not None:
+            if engine is not None and not engine.is_interrupted:
                 self.executor.leave()
             locked = engine is not None and engine.lock.acquire(timeout=_CLOSE_TIMEOUT)
         finally:  # an interrupt ends only the waits for other engines and for a step

@@ -88,7 +88,8 @@ class SharedExperts:
             if worker.is_encoder or not worker.placed_experts():
                 raise UnsupportedModelError(
                     f"{worker.source.config.architectures[0]} has no experts that engines could "
-                    "share: leave data_parallel_size out, and start several engines"
+                    "share: leave data_parallel_size out, and start several engines, or leave "
+                    "--enable-expert-parallel out of vllm-module serve"
                 )
         except Exception as error:
             failure = error
