@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -18,6 +19,7 @@ import pytest
 
 from vllm_module import LLM, SamplingParams
 
+serve: Any = importlib.import_module("vllm_module.cli.commands.serve")
 TESTS = Path(__file__).parents[1]
 SUPPORT = runpy.run_path(str(TESTS / "support.py"))
 PIPELINE = runpy.run_path(str(TESTS / "distributed" / "test_pipeline.py"))
@@ -79,6 +81,13 @@ def ask(url: str, path: str, **body: Any) -> tuple[int, Any]:
             return error.code, error.read().decode()
     except OSError as error:
         return 0, str(error)
+
+
+def test_no_connection_takes_the_port_before_the_engines_meet() -> None:
+    """The system chooses ports of connections from 32768 on, unless it is told otherwise."""
+    ports = {serve._meeting_port() for _ in range(50)}
+    assert len(ports) > 40
+    assert max(ports) < 32_768
 
 
 def test_tokens_are_those_of_one_engine(server: tuple[Any, str], checkpoint: Path) -> None:
