@@ -6,8 +6,14 @@ arguments and options. What it returns goes back, or the text of its error.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -46,20 +52,99 @@ def preemptions(llm: LLM) -> int:
     return llm.engine.scheduler.preemptions
 
 
-def fail_in_steps(llm: LLM) -> None:
-    """Let every step fail on this engine."""
+def generate_late(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list[int]]]:
+    """Do as ``generate`` with pauses before steps, whose logits are in one memory, as of graphs."""
+    assert llm.executor.worker.runner is not None
+    step, run = llm.engine.step, llm.executor.worker.runner.run
+    memory = torch.zeros(len(prompts), llm.source.config.vocab_size)
+
+    def late(on_step: Any = None) -> Any:
+        time.sleep(0.2)
+        return step(on_step)
+
+    def overwriting(inputs: Any, sampled: Any = None) -> torch.Tensor:
+        logits = run(inputs, sampled)
+        memory.copy_(torch.arange(memory.numel()).view_as(memory).flip(0, 1))  # of padding
+        memory[: len(logits)] = logits
+        return memory[: len(logits)]
+
+    replaced: Any = llm.engine
+    replaced.step, llm.executor.worker.runner.run = late, overwriting  # type: ignore[method-assign]
+    try:
+        return generate(llm, prompts, **params)
+    finally:
+        replaced.step, llm.executor.worker.runner.run = step, run  # type: ignore[method-assign]
+
+
+def interrupt_close(llm: LLM) -> str | None:
+    """Return why the engine has ended, after Ctrl-C while it is being closed."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        llm.close()
+    except KeyboardInterrupt:
+        return llm.executor.end
+    return "not interrupted"
+
+
+def close_in_a_step(llm: LLM) -> str | None:
+    """Return why the engine has ended that is closed by its own step, as by a signal handler."""
+    first_of(llm).w2.forward = lambda *_, **__: llm.close()
+    with suppress(Exception):
+        generate(llm, [[1, 2]])
+    return llm.executor.end
+
+
+def first_of(llm: LLM) -> Any:
+    """Return the first layer with experts."""
+    modules = llm.executor.worker.model.modules()
+    return next(each for each in modules if isinstance(each, FusedMoE))
+
+
+def fork(llm: LLM) -> int | None:
+    """Return the status with which a fork of this process exits; ``None`` if it hangs."""
+    if not (pid := os.fork()):
+        atexit._run_exitfuncs()
+        os._exit(0)
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end:
+        if (ended := os.waitpid(pid, os.WNOHANG)) != (0, 0):
+            return ended[1]
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def wait_for_device(llm: LLM) -> None:
+    """Wait for an event that a device never reaches."""
+
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    event: Any = Never()
+    llm.executor.wait(event)
+
+
+def fail_in_steps(llm: LLM, stops: bool = False) -> None:
+    """Let every step fail on this engine, or stop its process."""
 
     def forward(*_: Any, **__: Any) -> Any:
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
         raise RuntimeError("a fault of this engine alone")
 
-    modules = llm.executor.worker.model.modules()
-    layer: Any = next(each for each in modules if isinstance(each, FusedMoE))
-    layer.w2.forward = forward
+    first_of(llm).w2.forward = forward
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (generate, update, experts, rounds, preemptions, fail_in_steps)
-}
+    each.__name__: each
+    for each in (
+        generate, generate_late, interrupt_close, close_in_a_step, fork, wait_for_device, update,
+        experts, rounds, preemptions, fail_in_steps,
+    )
+}  # fmt: skip
 
 
 def main(connection: Connection, folder: str, settings: dict[str, Any]) -> None:
@@ -67,19 +152,27 @@ def main(connection: Connection, folder: str, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     entries = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 1 << 20, **settings}
     try:
-        llm = LLM(folder, skip_tokenizer_init=True, enable_expert_parallel=True, **entries)
+        made = LLM(folder, skip_tokenizer_init=True, enable_expert_parallel=True, **entries)
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
         return
-    with llm:
-        connection.send("ready")
-        while (message := connection.recv()) is not None:
-            name, arguments, options = message
-            function = FUNCTIONS[name] if name in FUNCTIONS else getattr(LLM, name)
-            try:
-                connection.send(function(llm, *arguments, **options))
-            except Exception as error:
-                connection.send(f"{type(error).__name__}: {error}")
+    llm: LLM | None = made
+    del made
+    connection.send("ready")
+    while (message := connection.recv()) is not None:
+        name, arguments, options = message
+        if name == "drop":
+            llm = None
+            gc.collect()
+            connection.send("dropped")
+            continue
+        function = FUNCTIONS[name] if name in FUNCTIONS else getattr(LLM, name)
+        try:
+            connection.send(function(llm, *arguments, **options))
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
+    if llm is not None:
+        llm.close()
     connection.send("closed")
 
 

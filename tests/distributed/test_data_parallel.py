@@ -164,6 +164,22 @@ def test_an_engine_that_sleeps_is_waited_for(pair: list[One], folders: dict[str,
     assert first.hear() == of_one_engine(folders["mixtral"])
 
 
+def test_logits_of_a_launched_step_stay(folders: dict[str, Path]) -> None:
+    """Until their tokens are chosen, while another engine begins rounds."""
+    with engines(folders["mixtral"], async_scheduling=True) as (first, second):
+        assert (first.hear(), second.hear()) == ("ready", "ready")
+        second.send("generate", PROMPTS[:1], max_tokens=40)
+        found = first.call("generate_late", PROMPTS, max_tokens=5)
+        assert found == of_one_engine(folders["mixtral"], max_tokens=5)
+        second.hear()
+
+
+def test_a_fork_leaves_the_engine_to_its_parent(pair: list[One], folders: dict[str, Path]) -> None:
+    """It exits without waiting for the other engines, and they go on."""
+    assert pair[0].call("fork") == 0
+    assert pair[1].call("generate", PROMPTS) == of_one_engine(folders["mixtral"])
+
+
 def test_what_concerns_all_experts_is_refused(pair: list[One]) -> None:
     """By name, and nothing else is computed for it."""
     before = pair[0].call("rounds")
@@ -190,10 +206,47 @@ def test_an_engine_that_closes_computes_for_the_others(folders: dict[str, Path])
             assert each.process.exitcode == 0
 
 
-@pytest.mark.parametrize("how", ["killed", "killed in steps", "failing", "stopped"])
+def test_an_engine_that_nobody_holds_computes_for_the_others(folders: dict[str, Path]) -> None:
+    """As after a function of a script that has made an engine and not closed it."""
+    with engines(folders["mixtral"]) as (first, second):
+        assert (first.hear(), second.hear()) == ("ready", "ready")
+        assert first.call("drop") == "dropped"
+        assert second.call("generate", PROMPTS) == of_one_engine(folders["mixtral"])
+
+
+@pytest.mark.parametrize("how", ["asleep", "interrupt_close", "close_in_a_step"])
+def test_an_engine_closes_without_waiting(how: str, folders: dict[str, Path]) -> None:
+    """One that sleeps or is in a step can take part in none, and Ctrl-C ends the wait."""
+    with engines(folders["mixtral"]) as (first, second):
+        assert (first.hear(), second.hear()) == ("ready", "ready")
+        if how == "asleep":
+            first.call("sleep")
+        else:
+            assert first.call(how) == "it was closed"
+        first.close()
+        assert first.hear() == "closed"
+        answer = second.call("generate", PROMPTS)
+        assert "RankError: engine 0 of 2 (data_parallel_rank 0) has ended" in answer
+        second.close()
+        assert second.hear() == "closed"
+
+
+def test_a_device_waits_for_no_engine_that_has_ended(folders: dict[str, Path]) -> None:
+    """Its collectives would never end."""
+    with engines(folders["mixtral"]) as (first, second):
+        assert (first.hear(), second.hear()) == ("ready", "ready")
+        first.send("wait_for_device")
+        assert not first.connection.poll(0.3)
+        second.process.kill()
+        assert "engine 1 of 2 (data_parallel_rank 1) has ended" in first.hear()
+
+
+@pytest.mark.parametrize(
+    "how", ["killed", "killed in steps", "failing", "stopped", "stopped in a step"]
+)
 def test_an_engine_that_ends_is_named(how: str, folders: dict[str, Path]) -> None:
     """The others end, and say which it was; nothing hangs."""
-    limit = 2.0 if how == "stopped" else 300.0
+    limit = 2.0 if how.startswith("stopped") else 300.0
     with engines(folders["mixtral"], step_timeout=limit) as (first, second):
         assert (first.hear(), second.hear()) == ("ready", "ready")
         expected = "has ended: see what it printed"
@@ -202,6 +255,9 @@ def test_an_engine_that_ends_is_named(how: str, folders: dict[str, Path]) -> Non
             first.call("generate", PROMPTS)
         if how == "failing":
             second.call("fail_in_steps")
+        elif how == "stopped in a step":
+            expected = "hangs in a step, or has been stopped: no answer for 2 s"
+            second.call("fail_in_steps", stops=True)
         elif how == "stopped":
             expected = "takes no part in a step: it hangs"
             os.kill(second.process.pid, signal.SIGSTOP)
@@ -217,9 +273,11 @@ def test_an_engine_that_ends_is_named(how: str, folders: dict[str, Path]) -> Non
 
 def test_engines_that_differ_are_refused(folders: dict[str, Path]) -> None:
     """Both say in what."""
-    with engines(folders["mixtral"], of_each=[{}, {"max_num_seqs": 3}]) as found:
+    other = {"max_num_seqs": 3, "kv_cache_memory_bytes": 1 << 19}
+    with engines(folders["mixtral"], of_each=[{}, other]) as found:
         for each in found:
-            assert "max_num_seqs: 256 on rank 0; 3 on rank 1" in each.hear()
+            assert "max_num_seqs: 256 on rank 0; 3 on rank 1" in (answer := each.hear())
+            assert "kv_cache_memory_bytes: 1048576 on rank 0; 524288 on rank 1" in answer
 
 
 def test_models_and_settings_that_share_nothing_are_refused(

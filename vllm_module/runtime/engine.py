@@ -347,6 +347,12 @@ class Engine(RepeatedSteps):
         self.drop()
         self.scheduler.reset_prefix_cache()
 
+    def keep_logits(self) -> None:
+        """Copy the logits of launched steps, where a step of no request may write."""
+        for launched in self._launched:
+            if launched.logits is not None:
+                launched.logits = launched.logits.clone()
+
     def drop(self) -> None:
         """Drop the launched steps and free their memory; sequences with states start over."""
         if self._launched and self.scheduler.has_states:

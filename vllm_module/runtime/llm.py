@@ -358,11 +358,11 @@ class LLM(
         if engine is not None and engine.is_fork:
             return
         locked = False
-        if engine is not None:
-            self.executor.leave()
         try:
+            if engine is not None and not engine.is_interrupted:
+                self.executor.leave()
             locked = engine is not None and engine.lock.acquire(timeout=_CLOSE_TIMEOUT)
-        finally:  # an interrupt ends only the wait for a step
+        finally:  # an interrupt ends only the waits for other engines and for a step
             try:
                 self._templates.close()
                 if engine is not None:

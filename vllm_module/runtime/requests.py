@@ -256,6 +256,16 @@ class Requests:
         """True if this process is a fork of the process that made the engine."""
         return os.getpid() != self._pid
 
+    @property
+    def is_interrupted(self) -> bool:
+        """True if this thread is in the middle of a step, as a signal handler may be."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self._busy
+        finally:
+            self.lock.release()
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Hold the engine's lock; other threads wait, and their aborts are carried out afterwards.

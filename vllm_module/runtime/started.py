@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
-import weakref
 
+from vllm_module.base.messages import describe_error
 from vllm_module.build.model_source import ModelSource
+from vllm_module.errors import RankError
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.ranks.executor import Executor
@@ -17,7 +17,6 @@ from vllm_module.runtime.step_inputs import StepInputs
 
 _log = logging.getLogger(__name__)
 
-_LOOK = 0.05  # seconds between two looks whether an engine can run again
 MAX_MODEL_LEN = 8192  # tokens of a sequence, if neither the model nor the caller sets a limit
 
 
@@ -57,33 +56,26 @@ def start(executor: Executor) -> Scheduler:
 
 
 def take_part(executor: Executor, engine: Engine) -> None:
-    """Take part in the steps of engines that share experts, whenever this one has no step."""
-    if executor.rounds is None:
+    """Take part in the steps of engines that share experts, whenever this one has no step.
+
+    The others need it until it is closed, so it is kept in memory until then.
+    """
+    if (rounds := executor.rounds) is None:
         return
-    ranks, requests = weakref.ref(executor), weakref.ref(engine)
 
     def step(number: int) -> bool:
-        executor, engine = ranks(), requests()
-        if executor is None or engine is None or executor.end is not None:
-            return False
-        assert executor.rounds is not None
-        if not executor.can_run:
-            time.sleep(_LOOK)
-            return True
         try:
             with engine.alone():
-                if executor.rounds.number == number and executor.can_run:
+                if rounds.number == number and executor.can_run:
+                    engine.keep_logits()
                     executor.run(StepInputs.nothing())
-        except Exception:
-            _log.exception("the engine takes no more part in steps of others")
+        except Exception as error:
+            reason, is_fault = describe_error(error), not isinstance(error, RankError)
+            _log.error("no more part in steps of other engines: %s", reason, exc_info=is_fault)
             return False
         return True
 
-    def has_requests() -> bool:
-        engine = requests()
-        return engine is not None and bool(engine.requests)
-
-    executor.rounds.attend(step, has_requests)
+    rounds.attend(step, lambda: executor.can_run, lambda: bool(engine.requests))
 
 
 def adapter_memory(executor: Executor) -> AdapterMemory:

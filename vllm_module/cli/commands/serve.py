@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,8 +93,7 @@ def serve(
             )
         of_engines = _devices(ranks, devices, server.data_parallel_size)
         if ranks.enable_expert_parallel:
-            with socket.create_server((_LOOPBACK[0], 0)) as probe:
-                port = probe.getsockname()[1]
+            port = _meeting_port()
             for number, environment in enumerate(of_engines):
                 environment[ENGINE] = f"{number} {port}"
         _serve_by_several(source, server, context.find_root().obj, of_engines)
@@ -152,6 +152,19 @@ def serve(
         if path is None:
             announce(f"serving {printable(source)} at {listener.url}")
         listener.join()
+
+
+def _meeting_port() -> int:
+    """Return a free port at which engines can meet once they are loaded.
+
+    It is below the system's own range, from which any connection could have it until then, also
+    one of an engine to this port.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _devices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -114,7 +115,7 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
             self._ranks = Ranks(config, device, _serve, arguments, connections)
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.leads = self.rank == 0 or not self._ranks.is_led
-        self._end = weakref.finalize(self, _close, self._ranks, self.rounds)
+        self._end = weakref.finalize(self, _close, os.getpid(), self._ranks, self.rounds)
         device_config = DeviceConfig(device=str(self._ranks.device))
         if self.rank:
             load_config = load_config.model_copy(update={"show_progress": False})
@@ -193,11 +194,12 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait until the device has reached ``event``, or another rank fails or hangs."""
-        if self.size == 1:
+        if self.size == 1 and self.rounds is None:
             event.synchronize()
             return
         with self._or_end(self._step_timeout):
-            until(event.query)  # event.synchronize would wait outside of Python
+            # event.synchronize would wait outside of Python.
+            until(lambda: self._has_reached(event))
             if self._ranks.aborted:  # collectives were aborted, so the results are wrong
                 self.check()
                 raise RankError("another rank ended")
@@ -388,7 +390,9 @@ def _serve(
         Executor(source, load_config, device_config, config, connections, engines).follow()
 
 
-def _close(ranks: Ranks, rounds: Rounds | None) -> None:
+def _close(pid: int, ranks: Ranks, rounds: Rounds | None) -> None:
+    if os.getpid() != pid:
+        return  # processes and connections belong to the parent of a fork
     if rounds is not None and not ranks.parted:
         rounds.leave()
     with ending(rounds, always=True):

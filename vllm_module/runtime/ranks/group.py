@@ -92,7 +92,6 @@ class Ranks:
         self.control: dist.ProcessGroup | None = None
         self.pipe: dist.ProcessGroup | None = None
         self.stages = config.pipeline_parallel_size
-        self._pid = os.getpid()
         self.processes: Processes | RayActors | None = None
         self.beats: Beats | None = None
         self._words: dict[int, tuple[bytearray, dist.Work]] = {}
@@ -223,7 +222,7 @@ class Ranks:
             if killed:
                 return RankError("; ".join(map(self.processes.describe, killed)), killed)
             codes = [f"{self.processes.describe(rank)}" for rank in self.processes.codes]
-        messages = {} if self.rank else self._last_words()
+        messages = {} if self.rank or self.size == 1 else self._last_words()
         for sign in "!?":
             if words := {rank: text[1:] for rank, text in messages.items() if text[0] == sign}:
                 lines = (f"rank {rank}: {text}" for rank, text in words.items())
@@ -259,8 +258,6 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes that were started here, or tell joined ranks to stop following."""
-        if os.getpid() != self._pid:
-            return  # the processes belong to the parent of a fork
         with uninterrupted():
             self._close()
 

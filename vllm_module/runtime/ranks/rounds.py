@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _log = logging.getLogger(__name__)
 _FOREVER = timedelta(days=365)  # timeout of a thread's wait; the engine has a limit of its own
 _EVIDENCE = 2.0  # seconds to wait for the end of an engine that has failed
 _GRACE = 0.05  # seconds in which an engine with requests begins a round itself
+_LOOK = 0.05  # seconds between two looks whether an engine can run again
 _TAG = 1 << 17
 _LEFT = -1  # in place of a number of tokens: the engine begins no more rounds
 
@@ -71,8 +74,8 @@ class Rounds:
         self._came = {each: queue.SimpleQueue[Any]() for each in others}
         self.awaited: int | None = None
         self._called, self._changed = threading.Event(), threading.Condition()
-        self._silent: set[int] = set()  # engines that begin no more rounds, or have ended
-        self._ended: set[int] = set()  # those of them that ended while others went on
+        self._left: set[int] = set()  # engines that begin no more rounds
+        self._ended: set[int] = set()  # engines that ended while others went on
         self._has_left = self._over = self._attended = False
         self._sent: list[Any] = []
         self._telling = threading.Lock()
@@ -120,57 +123,96 @@ class Rounds:
         names = ", ".join(map(self.name, sorted(self._ended)))
         return RankError(f"{names} has ended: see what it printed", self._ended) if names else None
 
+    def hung(self, error: WaitLimitError) -> RankError:
+        """Return an error for a wait inside of a step, in which an engine did not answer."""
+        others = sorted(self._came)
+        names = " or ".join(map(self.name, others))
+        return RankError(f"{names} hangs in a step, or has been stopped: {error}", others)
+
+    def check(self) -> None:
+        """Raise ``RankError`` if another engine has ended while this one went on."""
+        if self._ended and (error := self.end_of_others()) is not None:
+            raise error
+
     @property
     def is_called(self) -> bool:
         """True if another engine has begun the next round, or has ended."""
-        return any(not came.empty() for came in self._came.values())
+        # One that had left ends because all have, or a round says that it is missing.
+        gone = self._left & self._ended
+        return any(not came.empty() for each, came in self._came.items() if each not in gone)
 
-    def attend(self, step: Callable[[int], bool], has_requests: Callable[[], bool]) -> None:
+    def attend(
+        self,
+        step: Callable[[int], bool],
+        can_step: Callable[[], bool],
+        has_requests: Callable[[], bool],
+    ) -> None:
         """Let a thread take part in rounds that others begin.
 
         Args:
             step: takes part in the round of a number without tokens, unless it has begun; returns
                 whether to go on.
+            can_step: tells whether this engine can compute steps now.
             has_requests: tells whether this engine has requests, and probably begins the round.
 
         """
-        self._attended = True
+        self._attended, self._can_step = True, can_step
 
         def run() -> None:
+            stalls_at = -1  # the number of a round before which this engine, asked, began none
             while not self._over:
                 self._called.wait()
                 self._called.clear()
                 while self.is_called and not self._over:
                     number = self.number
-                    if has_requests():
-                        self._called.wait(_GRACE)
-                    if self.number == number and not step(number):
-                        self._attended = False
-                        return
+                    if not can_step():
+                        time.sleep(_LOOK)
+                        continue
+                    if number != stalls_at and has_requests():
+                        with self._changed:
+                            self._changed.wait_for(partial(self._is_past, number), _GRACE)
+                    if self.number == number:
+                        if not step(number):
+                            self._attended = False
+                            return
+                        stalls_at = self.number
 
         threading.Thread(target=run, name="rounds", daemon=True).start()
 
     def leave(self) -> None:
-        """Begin no more rounds, and take part in those of others until they do not either."""
+        """Begin no more rounds, and take part in those of others until they do not either.
+
+        It returns at once if this engine cannot compute steps, and after an interrupt.
+        """
         if self._over or not self._attended:
             return
         if not self._has_left:
             self._has_left = True
             self._tell(_LEFT, False)
         waited = 0.0
-        while self._attended and self._silent < self._came.keys():
-            with self._changed:
-                self._changed.wait(SLICE)
-            if waited < SILENCE <= waited + SLICE:
-                names = ", ".join(self.name(each) for each in self._came.keys() - self._silent)
-                _log.warning("taking part in steps until others are closed, too: %s", names)
-            waited += SLICE
+        try:
+            while self._attended and self._can_step() and (others := self._others()):
+                with self._changed:
+                    self._changed.wait(SLICE)
+                if waited < SILENCE <= waited + SLICE:
+                    names = ", ".join(map(self.name, sorted(others)))
+                    _log.warning("taking part in steps until others are closed, too: %s", names)
+                waited += SLICE
+        finally:
+            self._attended = False
 
     def close(self) -> None:
         """End the connections to the other engines."""
         self._over = True
         self._called.set()
         cut_off(self.group)
+
+    def _is_past(self, number: int) -> bool:
+        return self.number != number
+
+    def _others(self) -> set[int]:
+        """Return the engines that may begin rounds."""
+        return self._came.keys() - self._left - self._ended
 
     def _tell(self, tokens: int, decodes: bool) -> None:
         # Who listens finds that a connection is closed.
@@ -192,16 +234,14 @@ class Rounds:
                 work.wait(_FOREVER)
                 tokens, decodes = message.tolist()
                 if tokens == _LEFT:
-                    self._silent.add(engine)
+                    self._left.add(engine)
                 else:
                     came.put((tokens, bool(decodes)))
                 self._note()
         except (RuntimeError, ValueError):
-            is_over = self._over or (self._has_left and self._silent >= self._came.keys())
-            if not is_over:
+            if not self._over and not (self._has_left and not self._others()):
                 self._ended.add(engine)
                 came.put(self.end_of_others())
-            self._silent.add(engine)
             self._note()
 
     def _note(self) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.base.process_groups import private_group
-from vllm_module.base.waiting import interruptibly
+from vllm_module.base.waiting import WaitLimitError, interruptibly
 from vllm_module.build.consistency import demand_alike
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import EngineConfig, ModelConfig
@@ -88,7 +88,8 @@ class SharedExperts:
             if worker.is_encoder or not worker.placed_experts():
                 raise UnsupportedModelError(
                     f"{worker.source.config.architectures[0]} has no experts that engines could "
-                    "share: leave data_parallel_size out, and start several engines"
+                    "share: leave data_parallel_size out, and start several engines, or leave "
+                    "--enable-expert-parallel out of vllm-module serve"
                 )
         except Exception as error:
             failure = error
@@ -119,7 +120,19 @@ class SharedExperts:
         """Return an error that names the engine whose end has caused ``error``, if one has."""
         if self.rounds is None or isinstance(error, RankError) or not is_of_others(error):
             return error
-        return self.rounds.end_of_others() or error
+        if (ended := self.rounds.end_of_others()) is not None:
+            return ended
+        if self.size == 1 and isinstance(error, WaitLimitError):
+            return self.rounds.hung(error)
+        return error
+
+    def _has_reached(self, event: Any) -> bool:
+        """Return whether the device has; raise if its collectives wait for an engine that ended."""
+        if event.query():
+            return True
+        if self.rounds is not None:
+            self.rounds.check()
+        return False
 
     def alone(self, what: str) -> None:
         """Raise ``UnsupportedModelError`` if other engines have experts that ``what`` concerns."""

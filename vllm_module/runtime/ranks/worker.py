@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 # Settings by which ranks that compute steps together prepare for steps.
 _ALIKE = (
     "tensor_parallel_size", "max_num_batched_tokens", "max_num_seqs", "block_size",
-    "kv_cache_dtype", "enforce_eager",
+    "kv_cache_dtype", "kv_cache_memory_bytes", "enforce_eager",
 )  # fmt: skip
 _CPU_CACHE = 1 << 30  # bytes of the cache on a CPU, unless kv_cache_memory_bytes is given
 CACHE_DTYPES = {
