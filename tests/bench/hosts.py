@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from machine import write
@@ -29,9 +30,12 @@ def measured(count: int, seconds: float) -> dict[str, float]:
 
     hosts.announce = lambda *_: None
     first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [first]
-    while len(stores) < count:
-        stores.append(dist.TCPStore("127.0.0.1", first.port, is_master=False))
+    with ThreadPoolExecutor(64) as connecting:  # a resolver may take seconds for some
+
+        def connect(_: int) -> dist.TCPStore:
+            return dist.TCPStore("127.0.0.1", first.port, is_master=False)
+
+        stores = [first, *connecting.map(connect, range(count - 1))]
     names: dict[int, dict[int, str]] = {}
 
     def meet(number: int) -> None:

@@ -34,6 +34,7 @@ _POLL = 0.1  # seconds
 _LATER = 60.0  # seconds
 _TELL = 2.0  # seconds in which the others read what is wrong
 _PROBLEM = "problem"
+_NAMES = "names"
 # Without the current folder among those that modules are imported from, as "-m" would have it.
 START = """
 import sys
@@ -181,10 +182,13 @@ def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float)
                     f"({_named(theirs)}) has {there}: start the same on all hosts",
                 )
         store.set(beat_of(number), "0")
-        _wait_for(store, hosts, [beat_of(each) for each in range(hosts.nnodes)], end)
-        others = [each for each in range(hosts.nnodes) if each != number]
-        texts = store.multi_get([f"host {each}" for each in others])
-        return {each: _named(text.decode()) for each, text in zip(others, texts, strict=True)}
+        # Host 0 alone looks at the keys of all: what each host asks for does not grow with them.
+        _wait_for(store, hosts, [beat_of(each) for each in range(hosts.nnodes)], end, _NAMES)
+        if number == 0:
+            texts = store.multi_get([f"host {each}" for each in range(hosts.nnodes)])
+            store.set(_NAMES, json.dumps([_named(text.decode()) for text in texts]))
+        names: list[str] = json.loads(store.get(_NAMES).decode())
+        return {each: name for each, name in enumerate(names) if each != number}
     except CommandError:
         if number == 0:
             time.sleep(_TELL)  # the store ends with this process
@@ -195,14 +199,22 @@ def _meet(store: Any, hosts: HostOptions, facts: dict[str, Any], timeout: float)
         ) from error
 
 
-def _wait_for(store: Any, hosts: HostOptions, keys: Sequence[str], end: float) -> None:
-    """Return when the store has the keys of these hosts; name those that are missing."""
-    tell = time.monotonic() + 1
-    while not store.check(list(keys)):
+def _wait_for(
+    store: Any, hosts: HostOptions, keys: Sequence[str], end: float, told: str | None = None
+) -> None:
+    """Return when the store has the keys of these hosts; name those that are missing.
+
+    Host 0 looks for the keys, and so does each host, unless there is one by which they are
+    ``told``.
+    """
+    tell, first = time.monotonic() + 1, hosts.node_rank == 0 or told is None
+    while not store.check([*keys] if first or told is None else [told]):
         if store.check([_PROBLEM]):
             raise CommandError(store.get(_PROBLEM).decode())
-        if (now := time.monotonic()) > min(tell, end):
-            missing = [key.split()[1] for key in keys if not store.check([key])]
+        if (now := time.monotonic()) > min(tell, end) and (first or now > end):
+            missing = [key.split()[1] for key in _missing(store, keys)]
+            if not missing and now > end + _TELL:
+                missing = ["0"]  # all have come, and it does not say so
             who = f"host{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
             if missing and now > end:
                 raise CommandError(
@@ -213,6 +225,16 @@ def _wait_for(store: Any, hosts: HostOptions, keys: Sequence[str], end: float) -
                 announce(f"host {hosts.node_rank} of {hosts.nnodes} waits for {who}")
             tell = end
         time.sleep(_POLL)
+
+
+def _missing(store: Any, keys: Sequence[str]) -> list[str]:
+    """Return the keys that the store lacks; few requests find a few of many."""
+    if not keys or store.check([*keys]):
+        return []
+    if len(keys) == 1:
+        return [*keys]
+    half = len(keys) // 2
+    return _missing(store, keys[:half]) + _missing(store, keys[half:])
 
 
 def _refuse(store: Any, problem: str) -> None:
