@@ -55,6 +55,9 @@ class ExpertMethods:
         which ranks add up. Updates and digests know the new places, and so does :meth:`layout`,
         from which a trainer that sends boxes has to plan again.
 
+        On GPUs, a checkpoint in FP8 with static scales of activations takes the largest scale of a
+        rank's experts for all of them. So a move changes results there within FP8's rounding.
+
         Args:
             counts: tokens of each expert, by layer, in the order of :meth:`expert_placements`;
                 by default those of :meth:`expert_counts`. Where experts go then,
