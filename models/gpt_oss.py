@@ -34,6 +34,10 @@ class GptOssConfig(LlamaConfig):
     sliding_window: Size | None = 128
     sliding_window_pattern: Size = 2  # unless there are layer_types
     rope_theta: Positive = 150000.0
+    rope_parameters: dict[str, Any] = {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+        "truncate": False,
+    }  # fmt: skip
     max_position_embeddings: Size = 131072
 
 
