@@ -50,6 +50,18 @@ def test_an_entry_that_a_file_lacks_has_the_value_of_transformers(architecture: 
         assert {name: found.get(name) for name in expected} == expected
 
 
+def test_scaling_of_a_file_is_not_mixed_with_the_default() -> None:
+    """The positions of gpt-oss' default scaling are not those of another one that lacks them."""
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 8, "max_position_embeddings": 256}
+    theirs: Any = CONFIG_MAPPING["gpt_oss"](rope_scaling=dict(scaling), **sizes)
+    cls = config_class(["GptOssForCausalLM"])
+    ours = rope_parameters(cls(architectures=["x"], rope_scaling=scaling, **sizes)).model_dump()
+    expected = theirs.rope_parameters
+    assert {name: ours[name] for name in expected} == expected
+
+
 @pytest.mark.parametrize("first", [0, 1, 2, 5, 6, 9])
 @pytest.mark.parametrize("architecture", ["Qwen2", "Qwen2Moe", "Qwen3"])
 def test_layers_have_the_windows_of_transformers(architecture: str, first: int) -> None:
