@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from pydantic import model_validator
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
@@ -21,6 +22,11 @@ from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, Decoder
 from vllm_module.models.llama import LlamaAttention, LlamaConfig
 from vllm_module.parameters import ColumnvLLMParameter, Dim
 
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+    "truncate": False,
+}  # fmt: skip
+
 
 class GptOssConfig(LlamaConfig):
     rms_norm_eps: Positive = 1e-5
@@ -35,6 +41,15 @@ class GptOssConfig(LlamaConfig):
     sliding_window_pattern: Size = 2  # unless there are layer_types
     rope_theta: Positive = 150000.0
     max_position_embeddings: Size = 131072
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scale_rotations(cls, entries: Any) -> Any:
+        """Give a file without rope settings those of transformers' class."""
+        given = isinstance(entries, dict) and (
+            entries.get("rope_scaling") or entries.get("rope_parameters")
+        )
+        return entries if given is not None else {**entries, "rope_parameters": _YARN}
 
 
 class GptOssAttention(LlamaAttention):

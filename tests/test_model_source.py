@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from vllm_module import LLM, ModelConfig, SamplingParams
-from vllm_module.build.model_source import ModelSource, build_model
+from vllm_module.build.model_source import ModelSource, build_model, read_config
 from vllm_module.cli import main
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
@@ -191,3 +191,13 @@ def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(entries))
     with pytest.raises(UnsupportedModelError, match=r"is an encoder-decoder, .* can run here yet"):
         ModelSource.find(ModelConfig(model=str(tmp_path)))
+
+
+def test_max_model_len_is_no_entry_of_the_file(tmp_path: Path) -> None:
+    """By it, a model would run at positions that it does not have."""
+    folder = tmp_path / "folder"
+    entries = {"max_position_embeddings": 24, "max_model_len": 4096}
+    write_checkpoint(folder, {}, config=CONFIG | entries)
+    for chosen, expected in ((None, 24), (7, 7)):
+        config = ModelConfig(model=str(folder), max_model_len=chosen)
+        assert read_config(folder, config).max_model_len == expected

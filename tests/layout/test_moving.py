@@ -6,17 +6,19 @@ import runpy
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from vllm_module.base.process_groups import private_group
-from vllm_module.cooperative import moved, receive_boxes, send_boxes
+from vllm_module.cooperative import moved, moving, receive_boxes, send_boxes
+from vllm_module.cooperative.nixl import FRAME
 from vllm_module.distributed import tensor_parallel
 from vllm_module.layers import MergedColumnParallelLinear
 from vllm_module.layout import TransferPlan
+from vllm_module.layout.messages import RELAYED
 from vllm_module.testing import random_weights
 
 LIMIT = 10.0
@@ -53,6 +55,55 @@ def test_a_slot_in_the_middle_of_a_parameter_is_sent(transport: Any) -> None:
     assert arrived.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(arrived[name], tensor, rtol=0, atol=0)
+
+
+class OneProcess:
+    """Does as ``NixlCarrier`` does where ranks are threads: a frame says which memory it is."""
+
+    memories: ClassVar[list[torch.Tensor]] = []
+
+    def offered(self, memory: torch.Tensor) -> torch.Tensor:
+        self.memories.append(memory)
+        (number,) = (at for at, each in enumerate(self.memories) if each is memory)
+        return torch.full((FRAME,), number, dtype=torch.uint8)
+
+    def start(self, frame: torch.Tensor, room: torch.Tensor) -> None:
+        room.copy_(self.memories[int(frame[0])])
+
+    def finish(self, started: None, limit: timedelta) -> None:
+        assert limit.total_seconds() == LIMIT
+
+    def release(self) -> None:
+        """Keep the memory: another rank may look for its own."""
+
+
+@pytest.mark.parametrize("transport", ["group", "nixl"])
+def test_ranks_of_a_host_relay_to_each_other(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two parts of a tensor each goes to one of two ranks, which passes it to the other."""
+    monkeypatch.setattr(moving, "NixlCarrier", OneProcess)
+    weights = random_weights(fused(0, 1).expected_weights(), seed=1)
+    source = fused(0, 2).plan_weights(weights).layout(2)
+    target = fused(0, 1).plan_weights(weights).layout(2)
+    plan = TransferPlan(source, target, target_node=2)
+    assert {(each.source, each.target) for each in plan.messages[RELAYED]} == {(0, 1), (1, 0)}
+    store = dist.HashStore()
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        group = private_group(store, rank, 4, torch.device("cpu"), timedelta(seconds=LIMIT))
+        if rank > 1:
+            return dict(receive_boxes(plan, group=group, timeout=LIMIT, transport=transport))
+        layer = fused(rank, 2)
+        layer.load_weights(weights)
+        parameters = dict(layer.named_parameters())
+        send_boxes(plan, source, parameters, group=group, timeout=LIMIT, transport=transport)
+        return {}
+
+    with ThreadPoolExecutor(4) as threads:
+        *_, one, other = threads.map(work, range(4))
+    for arrived in (one, other):
+        torch.testing.assert_close(arrived, weights, rtol=0, atol=0)
 
 
 def test_a_rank_without_memory_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

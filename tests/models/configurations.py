@@ -264,8 +264,12 @@ CONFIGS = {
         num_hidden_layers=3,
         num_key_value_heads=1,
     ),
-    "qwen2-window-unused": config_of(
-        "qwen2", use_sliding_window=False, sliding_window=6, max_window_layers=0
+    "qwen2-window-and-bias-unused": config_of(  # transformers' class reads neither
+        "qwen2",
+        use_sliding_window=False,
+        sliding_window=6,
+        max_window_layers=0,
+        attention_bias=True,
     ),
     "qwen3": config_of("qwen3", head_dim=24, num_attention_heads=8, num_key_value_heads=8),
     "qwen3-tied-biases-window": config_of(

@@ -31,7 +31,8 @@ def test_an_entry_that_a_file_lacks_has_the_value_of_transformers(architecture: 
     ours = cls(architectures=[architecture], **sizes)
     bases = [base for base in cls.__mro__ if issubclass(base, HFConfig) and base is not HFConfig]
     declared = {name for base in bases for name in base.__annotations__}
-    for name in declared - {"sliding_window", "layer_types"} | {"tie_word_embeddings"}:
+    apart = {"sliding_window", "layer_types", "rope_parameters"}  # compared below
+    for name in declared - apart | {"tie_word_embeddings"}:
         stored = cls.attribute_map.get(name, name)
         if hasattr(theirs, stored):
             expected = getattr(theirs, stored) or None
@@ -44,9 +45,21 @@ def test_an_entry_that_a_file_lacks_has_the_value_of_transformers(architecture: 
         if rope is None:  # learned positions
             continue
         rope = rope.get(kind, rope)
-        assert rope_parameters(ours, kind).rope_theta == rope["rope_theta"]
-        factor = rope.get("partial_rotary_factor", 1.0)
-        assert rope_parameters(ours, kind).partial_rotary_factor == factor
+        found = rope_parameters(ours, kind).model_dump()
+        expected = {"partial_rotary_factor": 1.0} | rope
+        assert {name: found.get(name) for name in expected} == expected
+
+
+def test_scaling_of_a_file_is_not_mixed_with_the_default() -> None:
+    """The positions of gpt-oss' default scaling are not those of another one that lacks them."""
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 8, "max_position_embeddings": 256}
+    theirs: Any = CONFIG_MAPPING["gpt_oss"](rope_scaling=dict(scaling), **sizes)
+    cls = config_class(["GptOssForCausalLM"])
+    ours = rope_parameters(cls(architectures=["x"], rope_scaling=scaling, **sizes)).model_dump()
+    expected = theirs.rope_parameters
+    assert {name: ours[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 5, 6, 9])

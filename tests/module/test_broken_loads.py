@@ -262,7 +262,7 @@ def test_a_first_load_that_breaks_leaves_no_new_memory(
     model(torch.arange(3))
 
 
-@pytest.mark.parametrize("outcome", ["loaded", "refused", "planned", "run", "incomplete"])
+@pytest.mark.parametrize("outcome", ["loaded", "refused", "broken", "planned", "run", "incomplete"])
 def test_a_model_that_is_deleted_gives_back_its_memory_at_once(outcome: str) -> None:
     """A load leaves no cycle of references, which would hold the model until a collection."""
     gc.disable()
@@ -275,6 +275,9 @@ def test_a_model_that_is_deleted_gives_back_its_memory_at_once(outcome: str) -> 
         elif outcome == "refused":
             with contextlib.suppress(WeightLoadError):
                 model.load_weights({**tensors, "other": torch.zeros(1)})
+        elif outcome == "broken":
+            with contextlib.suppress(WeightReadError):
+                model.load_weights(tensors | {"embed.weight": tensors["embed.weight"] * torch.nan})
         elif outcome == "planned":
             model.plan_weights(tensors)
         elif outcome == "run":

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_module import ModelConfig
+from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.rope_parameters import rope_parameters
 from vllm_module.weights.source import find_source
 
 # Pytest's importlib mode has no imports between test files.
@@ -244,3 +247,11 @@ def test_factors_are_compared_with_the_base_wherever_it_stands(
         return
     with pytest.raises(CheckpointFormatError, match="which rope_scaling of"):
         find_source(str(path))
+
+
+def test_a_file_of_gpt_oss_without_scaling_has_none(tmp_path: Path) -> None:
+    """A config.json without settings would have YaRN's; llama.cpp goes by what the file says."""
+    settings = written.CONFIGS["gpt-oss"] | {"rope_parameters": {"rope_type": "default"}}
+    path = written.write(tmp_path / "model.gguf", written.new_model(settings))
+    config = ModelSource.find(ModelConfig(model=str(path))).config
+    assert rope_parameters(config).rope_type == "default"

@@ -210,6 +210,7 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     impl = registry.settled_impl(architectures, model_config.model_impl, entries.get("auto_map"))
     entries |= {"model_impl": impl, "trusted_folder": str(folder) if trusted else None}
     config_class = registry.config_class(architectures, impl)
+    entries.pop("max_model_len", None)  # a file's own would exceed its positions unnoticed
     if model_config.max_model_len is not None:
         entries["max_model_len"] = model_config.max_model_len
     config = parse_config(config_class, entries, path)

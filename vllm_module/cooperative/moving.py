@@ -303,6 +303,7 @@ class _Moving:
         """Send messages, which ``message_to`` returns, and return the boxes that arrive here."""
         first = self._first[stage]
         of: dict[str, Any] = {"group": self.group, "tag": _TAG + first[0] * 2 + first[1]}
+        taken = of | {"tag": _TAG + of["tag"]}  # two ranks may send to each other in a stage
         limit = timedelta(seconds=self.timeout)
         senders = [peer for peer in self._peers[stage] if peer in coming]
         heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in senders}
@@ -327,7 +328,7 @@ class _Moving:
                         sent.append((peer, boxes, dist.isend(part, group_dst=peer, **of)))
                     if nixl is not None:  # once the bytes have been read
                         done = torch.empty(1, dtype=torch.uint8)
-                        sent.append((peer, boxes, dist.irecv(done, group_src=peer, **of)))
+                        sent.append((peer, boxes, dist.irecv(done, group_src=peer, **taken)))
                         offered.append(memory)
         messages = []
         for peer, work in comes:
@@ -343,7 +344,7 @@ class _Moving:
                 _wait(work, limit)
                 if nixl is not None:
                     nixl.finish(nixl.start(told, room[peer]), limit)
-                    sent.append((peer, coming[peer], dist.isend(told[:1], group_dst=peer, **of)))
+                    sent.append((peer, coming[peer], dist.isend(told[:1], group_dst=peer, **taken)))
             values |= unpacked(room.pop(peer), coming[peer])
         for peer, boxes, work in sent:
             with self._naming(peer, boxes):

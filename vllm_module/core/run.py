@@ -117,6 +117,7 @@ class Run:
 
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
+        self.failure = None  # its frames have this run, and the cycle would keep the model alive
 
     def execute(self, plan: LoadPlan, open_reader: OpenReader | None = None) -> None:
         """Refuse the plan, or read what it fills and process what was not processed on the way."""

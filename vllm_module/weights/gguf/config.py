@@ -199,6 +199,7 @@ def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
         "num_experts_per_tok": of.need("expert_used_count"),
         "intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
         "sliding_window": of.need("attention.sliding_window"),
+        "rope_parameters": {},  # a config.json without them has YaRN's
     }
 
 
