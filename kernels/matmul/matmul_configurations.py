@@ -223,7 +223,7 @@ def _scaled_candidates(tokens: int, weight: ScaledWeight) -> _Candidates:
             if tokens > 256:
                 found["descriptors"] = large
                 found["persistent"] = large._replace(persistent=True)
-        # One scale, one for each output, or cuBLAS's blocks, whose rows are multiples of four floats.
+        # One scale, one for each output, or blocks, of which cuBLAS takes rows of whole 16 bytes.
         by_torch = block[0] == 1 or block[0] >= N
         if block[1] < K:
             by_torch = block == (128, 128) and -(-K // 128) % 4 == 0
