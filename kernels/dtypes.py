@@ -17,8 +17,22 @@ def greatest(dtype: torch.dtype) -> float:
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the compute capability of the tensor's GPU; without one (9, 0), that of Hopper."""
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (9, 0)
+    """Return the compute capability that decides on tiles for the tensor's GPU.
+
+    Without a GPU it is (9, 0), that of Hopper.
+    """
+    if not tensor.is_cuda:
+        return 9, 0
+    return tiled_as(torch.cuda.get_device_capability(tensor.device))
+
+
+def tiled_as(capability: tuple[int, int]) -> tuple[int, int]:
+    """Return the compute capability whose tiles fit a GPU.
+
+    GPUs of 12.0, such as GeForce RTX 50, have the shared memory and the tensor cores' instructions
+    of 8.9, and not those of Hopper.
+    """
+    return capability if capability < (12, 0) else (8, 9)
 
 
 def can_convert(dtype: torch.dtype, tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_module.kernels.attention.reshape_and_cache import (
+    as_stored,
     check_slots,
     converted,
     place_of,
@@ -84,9 +85,11 @@ def concat_and_cache_mla_triton(
     scale: torch.Tensor | None = None,
 ) -> None:
     """Store by a Triton kernel; see :func:`concat_and_cache_mla`."""
-    if not can_convert(cache.dtype, cache):
-        concat_and_cache_mla_reference(latent, rope_key, cache, slot_mapping, scale)
-        return
+    if not can_convert(cache.dtype, cache):  # torch converts, and the kernel stores the bits
+        latent, rope_key = (
+            as_stored(each, cache.dtype, scale).view(torch.int8) for each in (latent, rope_key)
+        )
+        cache, scale = cache.view(torch.int8), None
     tokens, size = len(latent), cache.shape[2]
     if not (tokens and cache.numel()):
         return

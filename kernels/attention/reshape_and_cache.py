@@ -143,18 +143,22 @@ def store_in_torch(
         kept = (slots >= 0) & (slots < pages * page_size)
         slots, key, value = slots[kept], key[kept], value[kept]
     for cache, tokens, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
-        if cache.dtype in EIGHT_BITS:
-            limit = greatest(cache.dtype)
-            tokens = tokens.float() / (1 if scale is None else scale[:, None])
-            tokens = tokens.clamp_(-limit, limit)
-            tokens = tokens if cache.dtype.is_floating_point else tokens.round_()
-        if tokens.dtype != cache.dtype:
-            tokens = tokens.to(cache.dtype)
+        tokens = as_stored(tokens, cache.dtype, scale)
         # index_copy_ does not support FP8.
         if cache.is_contiguous() and cache.dtype not in EIGHT_BITS:
             cache.view(pages * page_size, *cache.shape[2:]).index_copy_(0, slots, tokens)
         else:
             cache.index_put_((slots // page_size, slots % page_size), tokens)
+
+
+def as_stored(tokens: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return keys or values ``[tokens, heads, head_size]`` in the dtype of their cache."""
+    if dtype in EIGHT_BITS:
+        limit = greatest(dtype)
+        tokens = tokens.float() / (1 if scale is None else scale[:, None])
+        tokens = tokens.clamp_(-limit, limit)
+        tokens = tokens if dtype.is_floating_point else tokens.round_()
+    return tokens if tokens.dtype == dtype else tokens.to(dtype)
 
 
 def reshape_and_cache_triton(
@@ -167,9 +171,11 @@ def reshape_and_cache_triton(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     """Store by a Triton kernel; see :func:`reshape_and_cache`."""
-    if not can_convert(k_cache.dtype, k_cache):
-        reshape_and_cache_reference(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-        return
+    if not can_convert(k_cache.dtype, k_cache):  # torch converts, and the kernel stores the bits
+        key = as_stored(key, k_cache.dtype, k_scale).view(torch.int8)
+        value = as_stored(value, v_cache.dtype, v_scale).view(torch.int8)
+        k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
+        k_scale = v_scale = None
     tokens, heads, head_size = key.shape
     pages, page_size = k_cache.shape[:2]
     if not (key.numel() and k_cache.numel()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ from vllm_module.kernels.attention.paged_layout import PagedLayout, kinds
 from vllm_module.kernels.attention.reshape_and_cache import (
     check_caches,
     converted,
-    holds_slots,
     loaded_rows,
     place_of,
+    reshape_and_cache_reference,
+    reshape_and_cache_triton,
     scale_stride,
     store_in_torch,
     store_rows,
@@ -92,7 +95,7 @@ def rotate_and_cache(
     arguments = *heads, cos, sin, *stored, is_neox_style, q_weight, k_weight, eps, weight_offset
     if layout is not None:
         layout.checked.add(fits)
-        return _in_torch(layout.slot_bounds[0] >= 0, *arguments)
+        return _in_torch(partial(store_in_torch, inside=layout.slot_bounds[0] >= 0), *arguments)
     _rotate_and_cache(*arguments)
     return query
 
@@ -138,23 +141,27 @@ def rotate_and_cache_reference(
     weight_offset: float,
 ) -> None:
     """Normalize, rotate and store in plain torch; see :func:`rotate_and_cache`."""
-    rotated = _in_torch(
-        holds_slots(k_cache, slot_mapping), query, key, value, cos, sin, k_cache, v_cache,
+    _in_place(
+        reshape_and_cache_reference, query, key, value, cos, sin, k_cache, v_cache,
         slot_mapping, k_scale, v_scale, is_neox_style, q_weight, k_weight, eps, weight_offset,
     )  # fmt: skip
+
+
+def _in_place(store: Callable[..., None], query: torch.Tensor, *arguments: Any) -> None:
+    rotated = _in_torch(store, query, *arguments)
     if rotated is not query:
         query.copy_(rotated)
 
 
-def _in_torch(inside: bool, *arguments: Any) -> torch.Tensor:
-    """Return the rotated query; ``inside`` is True if the cache has all of ``slot_mapping``."""
+def _in_torch(store: Callable[..., None], *arguments: Any) -> torch.Tensor:
+    """Return the rotated query; ``store`` stores keys and values."""
     query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale = arguments[:10]
     is_neox_style, q_weight, k_weight, eps, weight_offset = arguments[10:]
     if q_weight is not None and k_weight is not None:
         query = rms_norm_reference(query, q_weight, eps, weight_offset)
         key = rms_norm_reference(key, k_weight, eps, weight_offset)
     rotary_embedding_reference(query, key, cos, sin, is_neox_style)
-    store_in_torch(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, inside)
+    store(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return query
 
 
@@ -163,7 +170,7 @@ def rotate_and_cache_triton(*arguments: Any) -> None:
     query, key, value, cos, sin, k_cache, v_cache, slot_mapping, k_scale, v_scale = arguments[:10]
     is_neox_style, q_weight, k_weight, eps, weight_offset = arguments[10:]
     if not can_convert(k_cache.dtype, k_cache):
-        rotate_and_cache_reference(*arguments)
+        _in_place(reshape_and_cache_triton, *arguments)
         return
     tokens, heads, head_size = query.shape
     kv_heads, pairs = key.shape[1], cos.shape[1]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla_reference
+from vllm_module.kernels.attention.concat_and_cache_mla import (
+    concat_and_cache_mla_reference,
+    concat_and_cache_mla_triton,
+)
 from vllm_module.kernels.attention.reshape_and_cache import check_slots, converted, place_of
 from vllm_module.kernels.attention.rotary_embedding import check_angles, rotary_embedding_reference
 from vllm_module.kernels.attention.rotate_tile import rotate_rows
@@ -101,10 +105,20 @@ def rotate_and_cache_mla_reference(
     is_neox_style: bool,
 ) -> None:
     """Normalize, rotate and store in plain torch; see :func:`rotate_and_cache_mla`."""
+    _in_torch(
+        concat_and_cache_mla_reference, query, latent, rope_key, cos, sin, rotated, cache,
+        slot_mapping, scale, weight, eps, weight_offset, is_neox_style,
+    )  # fmt: skip
+
+
+def _in_torch(store: Callable[..., None], *arguments: Any) -> None:
+    """Normalize and rotate in plain torch; ``store`` stores latents and keys."""
+    query, latent, rope_key, cos, sin, rotated, cache, slot_mapping, scale = arguments[:9]
+    weight, eps, weight_offset, is_neox_style = arguments[9:]
     rotary_embedding_reference(query, rope_key.unsqueeze(1), cos, sin, is_neox_style)
     rotated.copy_(query)
     latent = rms_norm_reference(latent, weight, eps, weight_offset)
-    concat_and_cache_mla_reference(latent, rope_key, cache, slot_mapping, scale)
+    store(latent, rope_key, cache, slot_mapping, scale)
 
 
 def rotate_and_cache_mla_triton(*arguments: Any) -> None:
@@ -112,7 +126,7 @@ def rotate_and_cache_mla_triton(*arguments: Any) -> None:
     query, latent, rope_key, cos, sin, rotated, cache, slot_mapping = arguments[:8]
     weight, eps, weight_offset, is_neox_style = arguments[9:]
     if not can_convert(cache.dtype, cache):
-        rotate_and_cache_mla_reference(*arguments)
+        _in_torch(concat_and_cache_mla_triton, *arguments)
         return
     (tokens, heads, rope), pairs = query.shape, cos.shape[1]
     columns = next_power_of_2(latent.shape[1])

@@ -32,6 +32,7 @@ from vllm_module.kernels.operators import (
     tl,
     triton,
 )
+from vllm_module.kernels.rows.quantize import dequantize
 
 _FP8 = torch.float8_e4m3fn
 
@@ -191,8 +192,16 @@ def grouped_matmul_triton(*arguments: Any) -> torch.Tensor:
     length, (count, N, K) = rows_of(x, rows), weight.shape
     if not length * count * N:
         return x.new_zeros((length, N), dtype=dtype)
-    if not K or not can_convert(weight.dtype, x):
+    if not K:
         return grouped_matmul_reference(*arguments)
+    if not can_convert(weight.dtype, x):  # all experts, because the host does not know who has rows
+        if x.dtype == _FP8:
+            x = dequantized_input(x, input_scale, block_columns, dtype)
+        wide = torch.empty(weight.shape, dtype=dtype, device=x.device)
+        for expert, own, by in zip(wide, weight, scale, strict=True):
+            expert.copy_(dequantize(own, by, (block_rows, block_columns), dtype))
+        x, weight, scale, input_scale, quantize = x.to(dtype), wide, None, None, False
+        block_rows, block_columns = 1, K
     x_scale, groups = None, 1 if scale is None else scale.shape[2]
     if x.dtype == _FP8 or (weight.dtype == _FP8 and quantize):
         x, x_scale = quantized_input(x, input_scale, block_columns, groups)

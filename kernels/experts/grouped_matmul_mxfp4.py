@@ -116,7 +116,7 @@ def grouped_matmul_mxfp4_reference(
     def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         own = blocks[expert]
         if takes_code_rows(x, own):
-            values = torch.tensor(E2M1)
+            values = torch.tensor(E2M1, dtype=torch.float32)
             by = scales[expert].view(torch.float8_e8m0fnu).float()
             codes = packed_rows(own.flatten(1), by, Packing(4), 32, None, None, values)
             if codes is not None:

@@ -245,7 +245,8 @@ def fastest_code_rows(
     except ImportError:
         return 0
     weights = torch.ones(_WEIGHTS, dtype=torch.int8)
-    scale, turns, most = torch.ones(_WEIGHTS[1], 1), itertools.cycle(weights), 0
+    scale = torch.ones(_WEIGHTS[1], 1, dtype=torch.float32)
+    turns, most = itertools.cycle(weights), 0
 
     def dequantized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight.float() * scale)
@@ -257,7 +258,7 @@ def fastest_code_rows(
 
     with torch.inference_mode():
         for rows in _TRIED:
-            x = torch.ones(rows, _WEIGHTS[-1])
+            x = torch.ones(rows, _WEIGHTS[-1], dtype=torch.float32)
             least = dict.fromkeys((dequantized, loops), math.inf)
             loops(x, weights[0])  # compiles
             for _ in range(_ROUNDS):

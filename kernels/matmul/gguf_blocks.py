@@ -6,6 +6,7 @@ Formulas: ``dequantize_row_*`` in ggml-quants.c of https://github.com/ggml-org/l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -107,6 +108,19 @@ def blocks_matmul(
     return torch.cat(parts, -1) if len(parts) != 1 else parts[0]
 
 
+def _numbers(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers, float32, that stay on the device: a CUDA graph copies none from the host."""
+    return _kept(values, device)
+
+
+vars(_numbers)["_dynamo_marked_constant"] = True  # as of a codebook
+
+
+@cache
+def _kept(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 number at byte ``at`` of each block, float32 ``[blocks, 1]``."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
@@ -154,8 +168,7 @@ def _mxfp4_scale(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor(E2M1, device=blocks.device)
-    return _mxfp4_scale(blocks) * values[_fields(blocks[:, 1:], 16, 4).int()]
+    return _mxfp4_scale(blocks) * _numbers(E2M1, blocks.device)[_fields(blocks[:, 1:], 16, 4).int()]
 
 
 def _scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +219,7 @@ def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
 def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
     """Return values -1, 0 and 1: a byte, as a fraction of 256, has five digits in base 3."""
     runs = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=blocks.device)
+    powers = _numbers((1, 3, 9, 27, 81), blocks.device).byte()
     rest = torch.cat([(run[:, None] * powers[:n, None]).flatten(1) for run, n in runs], -1)
     return _half(blocks, 52) * ((rest.short() * 3 >> 8).float() - 1)
 
@@ -220,8 +233,7 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 def _iq4(packed: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor(_IQ4, dtype=torch.float32, device=packed.device)
-    return values[_fields(packed, 16, 4).int()]
+    return _numbers(_IQ4, packed.device)[_fields(packed, 16, 4).int()]
 
 
 def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:

@@ -223,9 +223,11 @@ def _scaled_candidates(tokens: int, weight: ScaledWeight) -> _Candidates:
             if tokens > 256:
                 found["descriptors"] = large
                 found["persistent"] = large._replace(persistent=True)
-        # cuBLAS supports blocks of 128 whose rows are multiples of four floats.
-        by_torch = block[1] >= K or (block == (128, 128) and -(-K // 128) % 4 == 0)
-        if tokens >= 128 and N % 16 == 0 and by_torch and (block[0] == 1 or one_scale):
+        # One scale, one for each output, or blocks, of which cuBLAS takes rows of whole 16 bytes.
+        by_torch = block[0] == 1 or block[0] >= N
+        if block[1] < K:
+            by_torch = block == (128, 128) and -(-K // 128) % 4 == 0
+        if tokens >= 128 and N % 16 == 0 and by_torch:
             of_torch = {"torch": first._replace(splits=1, two=False, way="torch")}
             # From 512 rows on it took 0.60 to 0.78 of the time of ours, on an H200 (design/0029).
             found = of_torch | found if tokens > 256 else found | of_torch

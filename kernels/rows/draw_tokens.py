@@ -10,6 +10,8 @@ another.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
@@ -81,7 +83,7 @@ def _draw_one(x: torch.Tensor, settings: list[float]) -> int:
     sums = mass[kept].cumsum(0)
     if top_p < 1:
         total = int(sums[-1])
-        needed = min(max(1, int(torch.tensor(total * top_p).double().ceil())), total)
+        needed = min(max(1, math.ceil(total * top_p)), total)
         kept = kept[: int(torch.searchsorted(sums, needed)) + 1]
     if not 0 < top_k < len(x) and (top_p >= 1 or len(kept) > SORTED):
         kept = kept.sort().values

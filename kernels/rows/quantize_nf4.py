@@ -62,7 +62,7 @@ def quantize_nf4(
     torch.amax(blocks.abs(), -1, out=absmax)
     # Multiplied by the reciprocal: a quotient would round to another code if two are equally near.
     values = (blocks * (1.0 / absmax.clamp(min=_TINY)).unsqueeze(-1)).clamp_(-1, 1)
-    levels = torch.tensor(NF4, device=wide.device)
+    levels = torch.tensor(NF4, dtype=torch.float32, device=wide.device)
     codes = torch.bucketize(values, (levels[:-1] + levels[1:]) / 2, out_int32=True)
     codes = codes.to(torch.uint8).view(rows, columns // 2, 2)
     torch.bitwise_or(codes[..., 0] << 4, codes[..., 1], out=packed)

@@ -26,6 +26,7 @@ from compilation.candidates import (
 from compilation.launches import E4M3, FP32, Cases, compiling, launching, meta, specialized
 
 from vllm_module.kernels import dtypes
+from vllm_module.kernels.dtypes import tiled_as
 from vllm_module.kernels.experts import grouped_matmul
 from vllm_module.kernels.matmul import matmul_configurations, scaled_matmul
 
@@ -47,6 +48,7 @@ SHORT = {
         "packed nf4, 256, 4 bits, groups of 64, bf16", "grouped bf16, 64", "grouped mxfp4, 64",
         "grouped packed awq, 128", "adapters, 2048 tokens, rank 64",
     ),
+    120: ("attention 512", "latent, 128 heads", "multiply int8, 256"),
     90: (
         "attention 128", "attention 320, fp32", "attention 320, e4m3, everything",
         "latent, 128 heads", "rotated latents, fp32",
@@ -78,7 +80,7 @@ def choose_for(capability: int) -> None:
     """Choose tiles for a capability, since a meta tensor's device has none."""
     of_products = scaled_matmul, grouped_matmul, matmul_configurations
     for module in (dtypes, *ATTENTION, *of_products):
-        module.capability = lambda _: divmod(capability, 10)
+        module.capability = lambda _: tiled_as(divmod(capability, 10))
 
 
 def launched(cases: Cases) -> set[str]:

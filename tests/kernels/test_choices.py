@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_module.kernels import choices
+from vllm_module.kernels import choices, dtypes
 from vllm_module.kernels.attention import paged_attention_decode
 from vllm_module.kernels.choices import choose, trying
 from vllm_module.kernels.matmul import few_rows_matmul
@@ -56,6 +57,15 @@ def test_unknown_candidates_are_refused(measured) -> None:
         choose("kernel", "gone", CANDIDATES, CUDA)
     with pytest.raises(ValueError, match="no candidate 'none'"), trying({"kernel": "none"}):
         choose("kernel", "other", CANDIDATES, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("own", "tiles"), [((8, 0), (8, 0)), ((9, 0), (9, 0)), ((10, 0), (10, 0)), ((12, 0), (8, 9))]
+)
+def test_tiles_fit_the_shared_memory_of_a_gpu(monkeypatch, own, tiles) -> None:
+    """NVIDIA's guide: 163 KiB for a block of 8.0, 99 of 8.9, 227 of 9.0 and 10.0, 99 of 12.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: own)
+    assert dtypes.capability(SimpleNamespace(is_cuda=True, device=CUDA)) == tiles
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])

@@ -12,6 +12,7 @@ import gguf
 import pytest
 import torch
 
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4
 from vllm_module.kernels.matmul import code_rows as home
 from vllm_module.kernels.matmul import compiled_codes, compiled_rows
 from vllm_module.kernels.matmul.code_rows import fastest_code_rows
@@ -276,6 +277,28 @@ def test_the_loops_are_chosen_where_they_take_less_time(slow_from: int, most: in
         return 1.0 if way.__name__ == "dequantized" or len(x) >= slow_from else 0.85
 
     assert fastest_code_rows(1, seconds) == most
+
+
+@pytest.fixture
+def _narrow_by_default() -> Iterator[None]:
+    """Have another default dtype, as a program may set it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("_narrow_by_default")
+def test_the_default_dtype_is_not_that_of_numbers(calls: list[int]) -> None:
+    """The loops are timed, and multiply by experts in MXFP4, in float32."""
+    assert fastest_code_rows(1, lambda work: 1.0) == 0
+    seen = len(calls)
+    x = torch.ones(2, 64, dtype=torch.float32)
+    ones = torch.full((1, 5, 2, 16), 0x22, dtype=torch.uint8)
+    scales, offsets = torch.full((1, 5, 2), 127, dtype=torch.uint8), torch.tensor([0, 2]).int()
+    y = grouped_matmul_mxfp4(x, ones, scales, offsets)
+    assert torch.equal(y, torch.full((2, 5), 64, dtype=torch.float32))
+    assert len(calls) == seen + 1
 
 
 def test_kept_loops_are_those_of_the_files(monkeypatch: Any, tmp_path: Path) -> None:

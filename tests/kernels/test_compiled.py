@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import triton
 
-SHARED_MEMORY = {90: 232448, 80: 166912}  # bytes of one thread block, at most
+SHARED_MEMORY = {120: 101376, 90: 232448, 80: 166912}  # bytes of one thread block, at most
 AT_LENGTH = bool(os.environ.get("AT_LENGTH"))
 PROGRAM = Path(__file__).with_name("compiling.py")
 NOTE = Path(__file__).parents[2] / "design" / "0017-before-the-first-gpu.md"
@@ -38,6 +38,15 @@ def test_the_code_of_defaults_is_that_of_the_note() -> None:
     assert len(lines) == (12 if AT_LENGTH else 5)
     noted = NOTE.read_text().splitlines()
     assert [line for line in lines if line not in noted] == []
+
+
+def test_gpus_of_less_shared_memory_than_hopper_take_other_tiles() -> None:
+    """Of 12.0, which is later than Hopper, a thread block has less than half of its memory."""
+    results = json.loads(compiled("120", *["--all"] * AT_LENGTH))["compiled"]
+    assert {"_decode", "_prefill", "_decode_latent", "_prefill_latent", "_multiply"} <= {
+        one["kernel"] for one in results
+    }
+    assert [one for one in results if one["shared"] > SHARED_MEMORY[120]] == []
 
 
 @pytest.mark.parametrize("capability", [90, 80])

@@ -119,6 +119,15 @@ def test_the_largest_nucleus_that_is_drawn_from_in_the_order_of_logits(count: in
     assert draw_tokens(logits, rows, chosen, False, True).view(-1).tolist() == expected
 
 
+def test_a_nucleus_is_not_rounded_to_float32() -> None:
+    """A little more than half of the mass of two equal tokens is that of both."""
+    logits, rows = torch.zeros(1, 2), torch.tensor([0])
+    chosen = torch.tensor([[1.0, 0.0, 0, 0.5 + 1e-9, 0.75]], dtype=torch.float64)
+    assert by_rule([0.0, 0.0], chosen[0].tolist()) == 1
+    assert launched(logits, rows, chosen) == [1]
+    assert draw_tokens(logits, rows, chosen, False, True).view(-1).tolist() == [1]
+
+
 def test_production_sizes_and_the_edges_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of 8192 tokens, the largest logit is found on both sides of an edge."""
     monkeypatch.undo()

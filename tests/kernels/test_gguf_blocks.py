@@ -111,15 +111,17 @@ def test_a_product_is_that_of_the_values(kind: str, monkeypatch: pytest.MonkeyPa
     assert blocks_matmul(x[:0], blocks, kind).shape == (0, 3, 10)
 
 
-def test_codebooks_are_constants_of_a_compiled_function() -> None:
+@pytest.mark.parametrize("kind", ["IQ3_S", "IQ4_XS"])
+def test_values_of_codes_are_constants_of_a_compiled_function(kind: str) -> None:
     """A type with a codebook is compiled in one graph, also where it is the first use of it."""
     gguf_codebooks._unpacked.cache_clear()
-    blocks = blocks_of("IQ3_S", 2, 1)
+    gguf_blocks._kept.cache_clear()
+    blocks = blocks_of(kind, 2, 1)
     compiled = torch.compile(
-        lambda each: dequantize_blocks(each, "IQ3_S"), backend="eager", fullgraph=True
+        lambda each: dequantize_blocks(each, kind), backend="eager", fullgraph=True
     )
-    assert torch.equal(compiled(blocks), by_the_library(blocks, "IQ3_S"))
-    assert torch.equal(dequantize_blocks(blocks, "IQ3_S"), by_the_library(blocks, "IQ3_S"))
+    assert torch.equal(compiled(blocks), by_the_library(blocks, kind))
+    assert torch.equal(dequantize_blocks(blocks, kind), by_the_library(blocks, kind))
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:

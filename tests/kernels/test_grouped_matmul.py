@@ -347,15 +347,22 @@ def test_nothing_to_multiply(run) -> None:
     assert torch.equal(y, torch.stack((bias[0], bias[1], torch.zeros(6))))
 
 
-def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If kernels cannot convert FP8, torch multiplies an expert at a time."""
-    weight, scale = quantized(torch.randn(2, 8, 16), (1, 16), FP8)
+@pytest.mark.parametrize("block", [(1, 16), (3, 8)])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_gpu_without_fp8_multiplies_what_torch_converts(monkeypatch, block, given: bool) -> None:
+    """If kernels cannot convert FP8, weights are dequantized, and the host does not wait."""
+    weight, scale = quantized(torch.randn(2, 8, 16), block, FP8)
     x, offsets = torch.randn(5, 16), offsets_of(2, 2)
-    expected = grouped_matmul(x, weight, offsets, scale=scale)
-    # Such a GPU is not here; and a kernel that were launched would be called as None.
+    more = {"dtype": torch.float32}
+    if given:
+        x, more["input_scale"] = x.to(FP8), torch.tensor(0.5)
+    expected = grouped_matmul(x, weight, offsets, scale=scale, block=block, **more)
+    # Such a GPU is not here; and what must not be used would be called as None.
     monkeypatch.setattr(formats, "capability", lambda tensor: (8, 6))
-    monkeypatch.setattr(kernel, "_multiply_groups", None)
-    assert torch.equal(launched(x, weight, offsets, scale=scale), expected)
+    monkeypatch.setattr(kernel, "quantized_input", None)
+    monkeypatch.setattr(kernel, "by_expert", None)
+    y = launched(x, weight, offsets, scale=scale, block=block, **more)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_sorted_tokens_meet_their_experts() -> None:

@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from vllm_module.kernels.attention import paged_layout
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla
 from vllm_module.kernels.attention.fresh_attention import fresh_attention
 from vllm_module.kernels.matmul.few_rows_matmul import FewRowsConfig, few_rows_matmul
+from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
+from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.rows.quantize import quantize_static
 
 TESTS = Path(__file__).parents[1]
@@ -181,6 +184,20 @@ def test_operations_without_a_case(operation: Any) -> None:
         found = [x.memory for x in operation()]
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_graphs_capture_products_with_blocks(kind: str) -> None:
+    """After a first run, nothing of a GGUF file's type comes from the host."""
+    block = BLOCK_TYPES[kind]
+    with SimulatedDevice(launches=True).present():
+        x = torch.ones(2, 256, device="cuda")
+        blocks = torch.zeros(3, 256 // block.values, block.nbytes, device="cuda").byte()
+        product = partial(blocks_matmul, x, blocks, kind)
+        product()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(x.device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool, stream):
+            product()
 
 
 def operations() -> set[str]:

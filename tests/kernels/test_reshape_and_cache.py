@@ -176,17 +176,19 @@ def test_offsets_beyond_int32() -> None:
     assert torch.equal(cache[slots // 4, slots % 4], key.to(torch.int8))
 
 
-def test_a_gpu_without_fp8_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If kernels cannot convert to FP8, plain torch stores."""
-    key, slots = torch.randn(2, HEADS, HEAD_SIZE), torch.tensor([4, 0])
+def test_a_gpu_without_fp8_stores_what_torch_converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If kernels cannot convert to FP8, none does, and the host does not wait for the slots."""
+    key, slots = torch.randn(3, HEADS, HEAD_SIZE), torch.tensor([4, -1, 0])
+    scales = torch.rand(2, HEADS) + 0.1
     written = []
     for capability in ((8, 9), (8, 6)):
         monkeypatch.setattr(dtypes, "capability", lambda tensor, of=capability: of)
         if capability < (8, 9):
-            monkeypatch.setattr(module, "_store", None)
-        caches = torch.zeros(2, PAGES, 3, HEADS, HEAD_SIZE).to(torch.float8_e5m2)
-        reshape_and_cache_triton(key, key, *caches, slots)
-        written.append(bits(caches))
+            monkeypatch.setattr(module, "scaled_to", None)
+            monkeypatch.setattr(module, "holds_slots", None)
+        caches = torch.zeros(PAGES, 2, 3, HEADS, HEAD_SIZE).to(torch.float8_e5m2).unbind(1)
+        reshape_and_cache_triton(key, -key, *caches, slots, *scales)
+        written.append(torch.stack([bits(cache) for cache in caches]))
     assert written[0].any()
     assert torch.equal(*written)
 

@@ -309,6 +309,15 @@ def test_torch_is_not_asked_for_blocks_of_other_rows(as_accurate, monkeypatch) -
     as_accurate(y, F.linear(exact, wide), low)
 
 
+def test_torch_is_not_asked_for_blocks_that_have_all_inputs(as_accurate) -> None:
+    """It has one scale or one for each output, and no block for some outputs and all inputs."""
+    weight, scale = quantized(160, 112, (128, 128))
+    rounded, scales = quantized(257, 112, (1, 128))
+    y = launched(rounded, weight, scale, (128, 128), None, scales, dtype=torch.bfloat16)
+    wide, exact = exactly(weight, scale, (128, 128)), exactly(rounded, scales, (1, 128))
+    as_accurate(y, F.linear(exact, wide), F.linear(exact.bfloat16(), wide.bfloat16()))
+
+
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block", [(1, 4096), (128, 128), (64, 64)])
 def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype) -> None:

@@ -67,6 +67,22 @@ def test_codes_and_scales_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     assert torch.equal(unpack(packed[:1], PACKING), torch.full((1, 256), 7, dtype=torch.uint8))
 
 
+def test_codes_are_those_of_any_default_dtype() -> None:
+    """Torch's default dtype, which a program may have set, does not round where codes change."""
+    wide = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        packed, absmax = torch.empty(8, 2048, dtype=torch.uint8), torch.empty(8, 64)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            quantize_nf4(wide, packed, absmax, 64)
+        finally:
+            torch.set_default_dtype(before)
+        found.append(packed)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear, Transposed])
 def test_a_rank_holds_its_part_of_the_whole_quantized(layer: Any, size: int) -> None:

@@ -115,6 +115,27 @@ def test_an_engine_starts_and_serves(folders: Any, name: str) -> None:
         assert generated(folder, GREEDY, device="cuda", **options) == expected
 
 
+BEFORE_FP8: dict[str, tuple[str, dict[str, Any]]] = {
+    "FP8 cache": ("qwen3", {"kv_cache_dtype": "fp8_e5m2"}),
+    "latent, FP8 cache": ("deepseek-v3", {"kv_cache_dtype": "fp8_e5m2"}),
+    "FP8 weights": ("qwen3", {"quantization": "fp8_per_channel"}),
+    "FP8 experts": ("qwen3-moe", {"quantization": "fp8_per_tensor"}),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_FP8)
+def test_an_engine_on_a_gpu_without_fp8(
+    folders: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 8.9 torch converts FP8; the host does not wait for it, and graphs capture it."""
+    architecture, options = BEFORE_FP8[name]
+    folder = folders(architecture)
+    expected = generated(folder, GREEDY, device="cpu", kv_cache_memory_bytes=1 << 20, **options)
+    with on_device():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+        assert generated(folder, GREEDY, device="cuda", **options) == expected
+
+
 def test_tokens_of_captures_are_not_counted(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts' counts begin with requests, and stay while the engine sleeps."""
 
