@@ -2,11 +2,11 @@
 
     python tests/bench/transfer.py [--rounds 5] [--out FILE]
 
-A trainer in a process of its own has bfloat16 weights of 134 million parameters and changes a share
-of the elements, drawn evenly, which gives the longest steps from index to index. In each round, for
-each share, it finds the changes and sends them, then all tensors: to a receiver that takes them and
-does nothing ("wire"), to the engine ("pause": the engine computes nothing then), and by a file
-("written", "opened" beside the engine's steps, and its "pause"). Each process has one thread.
+A trainer in a process of its own has bfloat16 weights of 127 million parameters and changes a share
+of the elements, drawn evenly. In each round, for each share, it finds the changes ("found") and
+sends them over gloo, then all tensors: to a receiver that takes them and does nothing ("sent"), to
+the engine ("pause": the engine computes nothing then), and by a file ("written", "opened" beside
+the engine's steps, and its "pause by file"). Each process has one thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as processes
-from machine import machine, spread, write
+from machine import clock, machine, spread, write
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,12 +47,6 @@ SHARES = 0.01, 0.02, 0.03
 WAYS = "changes", "all"
 
 
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def stepped(old: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, torch.Tensor]:
     """Return the weights with the lowest bit of a share of the elements flipped."""
     generator = torch.Generator().manual_seed(seed)
@@ -72,21 +66,15 @@ def train(port: int, folder: str, rounds: int, connection: Any) -> None:
     for number in range(rounds):
         for share in SHARES:
             new = stepped(weights, share, number)
-            changes: dict[str, Any] = {}
-            found = seconds(
-                lambda new=new, changes=changes: changes.update(
-                    {name: find_changes(weights[name], new[name]) for name in new}
-                )
-            )
-            for way, sent in zip(WAYS, (changes, new), strict=True):
-                for _ in ("wire", "pause"):
-                    send_weights(sent, group=group)
+            begin = time.perf_counter()
+            changes = {name: find_changes(weights[name], new[name]) for name in new}
+            found = time.perf_counter() - begin
+            for way, after, of in zip(WAYS, ("held", None), (changes, new), strict=True):
+                sent = clock(partial(send_weights, of, group=group))
+                send_weights(of, group=group)
                 path = Path(folder, f"{way}.update.safetensors")
-                after = {"after": "held"} if way == "changes" else {}
-                write = lambda path=path, sent=sent, after=after: write_update(  # noqa: E731
-                    path, sent, version="held", **after
-                )
-                connection.send((seconds(write), path.stat().st_size, found))
+                written = clock(partial(write_update, path, of, version="held", after=after))
+                connection.send((sent, written, path.stat().st_size, found))
             weights = new
 
 
@@ -95,20 +83,16 @@ def take(llm: LLM, group: Any, folder: str, connection: Any) -> dict[str, dict[s
     measured = {}
     for way in WAYS:
         with receive_weights(src=0, group=group) as weights:
-            first = next(weights)  # it waits for the trainer, which draws a step
-            wire = seconds(lambda weights=weights: deque(weights, maxlen=0))
-        del first
+            deque(weights, maxlen=0)  # it waits for the trainer, which draws a step
         with receive_weights(src=0, group=group) as weights:
-            pause = seconds(
-                lambda weights=weights: llm.update_weights(weights, weight_version="held")
-            )
-        written, size, found = connection.recv()
+            pause = clock(partial(llm.update_weights, weights, weight_version="held"))
+        sent, written, size, found = connection.recv()
         begin = time.perf_counter()
         with open_update(Path(folder, f"{way}.update.safetensors")) as update:
             opened = time.perf_counter() - begin
-            of_file = seconds(lambda update=update: llm.update_weights(update))
+            of_file = clock(partial(llm.update_weights, update))
         measured[way] = {
-            "MB": size / 1e6, "found": found, "wire": wire, "pause": pause, "written": written,
+            "MB": size / 1e6, "found": found, "sent": sent, "pause": pause, "written": written,
             "opened": opened, "pause by file": of_file,
         }  # fmt: skip
     return measured
