@@ -4,9 +4,10 @@
 
 A trainer in a process of its own has bfloat16 weights of 127 million parameters and changes a share
 of the elements, drawn evenly. In each round, for each share, it finds the changes ("found") and
-sends them over gloo, then all tensors: to a receiver that takes them and does nothing ("sent"), to
-the engine ("pause": the engine computes nothing then), and by a file ("written", "opened" beside
-the engine's steps, and its "pause by file"). Each process has one thread.
+sends them in the host's memory, then all tensors: to a receiver that takes them and does nothing
+("sent"), to the engine ("pause": the engine computes nothing then), to the engine as if it were on
+another host, over gloo ("pause by gloo"), and by a file ("written", "opened" beside the engine's
+steps, and its "pause by file"). Each process has one thread.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM
+from vllm_module.base import shared_memory
 from vllm_module.weights import (
     find_changes,
     init_weight_transfer,
@@ -71,7 +73,8 @@ def train(port: int, folder: str, rounds: int, connection: Any) -> None:
             found = time.perf_counter() - begin
             for way, after, of in zip(WAYS, ("held", None), (changes, new), strict=True):
                 sent = clock(partial(send_weights, of, group=group))
-                send_weights(of, group=group)
+                for _ in range(2):
+                    send_weights(of, group=group)
                 path = Path(folder, f"{way}.update.safetensors")
                 written = clock(partial(write_update, path, of, version="held", after=after))
                 connection.send((sent, written, path.stat().st_size, found))
@@ -86,13 +89,18 @@ def take(llm: LLM, group: Any, folder: str, connection: Any) -> dict[str, dict[s
             deque(weights, maxlen=0)  # it waits for the trainer, which draws a step
         with receive_weights(src=0, group=group) as weights:
             pause = clock(partial(llm.update_weights, weights, weight_version="held"))
+        name, shared_memory.host_name = shared_memory.host_name, lambda: "another"
+        with receive_weights(src=0, group=group) as weights:
+            over = clock(partial(llm.update_weights, weights, weight_version="held"))
+        shared_memory.host_name = name
         sent, written, size, found = connection.recv()
         begin = time.perf_counter()
         with open_update(Path(folder, f"{way}.update.safetensors")) as update:
             opened = time.perf_counter() - begin
             of_file = clock(partial(llm.update_weights, update))
         measured[way] = {
-            "MB": size / 1e6, "found": found, "sent": sent, "pause": pause, "written": written,
+            "MB": size / 1e6, "found": found, "sent": sent, "pause": pause,
+            "pause by gloo": over, "written": written,
             "opened": opened, "pause by file": of_file,
         }  # fmt: skip
     return measured
@@ -132,12 +140,19 @@ def main() -> None:
             }
             for way in WAYS
         }
+        gloo = [
+            each[share]["all"]["pause"] / each[share]["all"]["pause by gloo"] for each in rounds
+        ]
         ratios = {
             key: spread([each[share]["changes"][key] / each[share]["all"][key] for each in rounds])
             for key in rounds[0][share]["all"]
             if key != "found"
         }
-        result[f"{share:.0%}"] = {**table, "changes over all": ratios}
+        result[f"{share:.0%}"] = {
+            **table,
+            "changes over all": ratios,
+            "pause over that by gloo, of all": spread(gloo),
+        }
         print(f"{share:.0%}", json.dumps(result[f"{share:.0%}"], indent=1))
     if options.out:
         write(options.out, result)
