@@ -108,8 +108,9 @@ def receive_weights(
 
     Every rank receives whole tensors. Each is a view of the bucket, on ``device`` (see
     `send_weights`), and valid until the next is requested: ``update_weights`` has copied it by
-    then; clone what you keep, and write to none, as other ranks may read it. The block must take all of them. What it raises is sent to the other
-    ranks and raised here unchanged. Leaving the block waits for the other receivers.
+    then; clone what you keep. Other ranks may read it in the same memory, so do not write to it.
+    The block must take all of them. What it raises is sent to the other ranks and raised here
+    unchanged. Leaving the block waits for the other receivers.
 
     With ``weight_version``, weights that the sender names otherwise, or not at all, are refused
     before the first of them comes: a round that is late or sent twice.
