@@ -23,12 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from vllm_module.base.shared_memory import Offer, OfferedMemory
 from vllm_module.cooperative.batches import lay_out
 from vllm_module.cooperative.choice import Facts, chosen, is_cached, reads_less
 from vllm_module.cooperative.wants import shared_rows
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
-from vllm_module.distributed.shared_memory import Offer, OfferedMemory
 from vllm_module.distributed.shared_ring import RingShape, SharedRing
 from vllm_module.errors import WeightReadError
 from vllm_module.weights.pairs import PairsCheckpoint

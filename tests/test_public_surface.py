@@ -115,6 +115,9 @@ SamplingParams(*positional, n=1, presence_penalty=0.0, frequency_penalty=0.0,
     allowed_token_ids=None, structured_outputs=None, extra_args=None, bad_words=<factory>)
 StructuredOutputsParams(*, json=None, regex=None, choice=None, grammar=None, json_object=None)
 PoolingParams(use_activation=None, dimensions=None)
+weights.find_changes(old, new)
+weights.write_update(path, weights, *, version, after=None, digests=False)
+weights.open_update(path)
 BeamSearchParams(beam_width, max_tokens, ignore_eos=False, temperature=0.0, length_penalty=1.0,
     include_stop_str_in_output=False, skip_special_tokens=True)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import secrets
 import shutil
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.base import shared_memory
 from vllm_module.errors import RankError, UnsupportedModelError, WeightLoadError, WeightReadError
 from vllm_module.weights import init_weight_transfer, receive_weights, send_weights
 
@@ -102,6 +104,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
         found.said[group.group_name] += sum(each.nbytes for each in parts)
         return gather(parts, tensor, group=group, **more)
 
+    # Each memory is of another host, so that tensors are sent.
+    monkeypatch.setattr(shared_memory, "host_name", lambda: secrets.token_hex(8))
     monkeypatch.setattr(dist, "broadcast", counted_broadcast)
     monkeypatch.setattr(dist, "all_gather", counted_gather)
     return found

@@ -27,10 +27,10 @@ from vllm_module import (
     register_source,
     tensor_parallel,
 )
+from vllm_module.base.shared_memory import OfferedMemory
 from vllm_module.cooperative import reading
 from vllm_module.cooperative.reader import SharedReader
 from vllm_module.core.planner import Planner
-from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import SharedRing
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.kernels.digest.digest import digest_box

@@ -33,12 +33,12 @@ from vllm_module.errors import (
 )
 from vllm_module.export.compressed import _undone, convert
 from vllm_module.export.folder import FolderExistsError, new_folder
-from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.export.sharded_state import shard
 from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.parameters.stored_order import StoredOrder
 from vllm_module.quantization import QuantizableLayer
 from vllm_module.weights import open_checkpoint
+from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
 FILE_BYTES = 60_000
 BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(4, 4))

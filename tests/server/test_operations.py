@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from vllm_module import AsyncLLM
 from vllm_module.base.version import __version__
 from vllm_module.server.listener import Address
+from vllm_module.weights import find_changes, write_update
 
 ADMIN = "sk-admin"
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 900}
@@ -183,6 +184,27 @@ def test_weights_change_over_http(server: Any, folder: Path, tmp_path: Path) -> 
     given = {"path": str(folder)}
     assert server.ask("POST", "/update_weights", given, ADMIN)[1] == {"weight_version": "step-7+1"}
     assert text() == before
+
+
+def test_an_update_in_a_file_over_http(server: Any, folder: Path, tmp_path: Path) -> None:
+    """It brings its version, and is taken after the one that it changes, once."""
+    assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200
+    held = server.ask("GET", "/weight_version")[1]["weight_version"]
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 10}
+    before = server.ask("POST", "/v1/completions", body)[1]["choices"][0]["text"]
+    old = load_file(folder / "model.safetensors")["lm_head.weight"]
+    path = tmp_path / "a.safetensors"
+    changes = find_changes(old, old.flip(0).contiguous())
+    write_update(path, {"lm_head.weight": changes}, version="a", after=held)
+    given = {"path": str(path)}
+    wrong = {**given, "weight_version": "b"}
+    assert server.ask("POST", "/update_weights", wrong, ADMIN)[0] == 400
+    assert server.ask("POST", "/update_weights", given, ADMIN) == (200, {"weight_version": "a"})
+    assert server.ask("POST", "/v1/completions", body)[1]["choices"][0]["text"] != before
+    code, answer = server.ask("POST", "/update_weights", given, ADMIN)
+    assert (code, f"changes the weights {held!r}" in answer["error"]["message"]) == (400, True)
+    assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200
+    assert server.ask("POST", "/v1/completions", body)[1]["choices"][0]["text"] == before
 
 
 def test_abort_by_id(server: Any) -> None:

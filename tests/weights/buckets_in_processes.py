@@ -7,6 +7,7 @@ another, and then, in groups of their own, those in which a rank is killed.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import runpy
@@ -15,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from vllm_module import vLLMModule
+from vllm_module.base import shared_memory
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
@@ -208,6 +211,20 @@ class Rank:
             wrong += [name for name, tensor in kinds.items() if not same(tensor, received[name])]
         return {"wrong": wrong, "count": len(kinds)}
 
+    def case_kinds_on_two_hosts(self) -> Any:
+        with self.apart():
+            return self.case_all_kinds()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let the last rank be on another host, as far as memory is shared."""
+        if self.number == 2:
+            shared_memory.host_name = lambda: "another"  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            shared_memory.host_name = HOST_NAME
+
     def case_kinds_with_digests(self) -> Any:
         kinds = tensors_of_all_kinds()
         if self.number == 0:
@@ -216,6 +233,10 @@ class Rank:
         return [name for name, tensor in kinds.items() if not same(tensor, received[name])]
 
     def case_damaged_on_the_way(self) -> Any:
+        with self.apart():  # or the others would have the damaged bucket, too
+            return self.damaged_on_the_way()
+
+    def damaged_on_the_way(self) -> Any:
         if self.number == 0:
             return send_weights(PAIRS, bucket_bytes=48, digests=True)
         carry = buckets._Transfer.carry
@@ -223,7 +244,7 @@ class Rank:
         def damaged(transfer: Any, coming: Any) -> None:
             carry(transfer, coming)
             if self.number == 2:
-                transfer.memory[19] ^= 64  # of the second tensor of each bucket
+                transfer.bucket.current[19] ^= 64  # of the second tensor of each bucket
 
         buckets._Transfer.carry = damaged  # type: ignore[method-assign]
         try:
@@ -231,7 +252,14 @@ class Rank:
         finally:
             buckets._Transfer.carry = carry  # type: ignore[method-assign]
 
+    def case_two_memories(self) -> Any:
+        return self.memories()
+
     def case_one_memory(self) -> Any:
+        with self.apart():
+            return self.memories()
+
+    def memories(self) -> Any:
         made: list[weakref.ref[torch.Tensor]] = []
         alive: list[int] = []  # of the tensors made before, when the next is made
 
@@ -386,7 +414,23 @@ class Rank:
     def case_name_no_text(self) -> Any:
         return self.collect() if self.number else self.send({3: torch.ones(1)})
 
+    def case_no_shared_memory(self) -> Any:
+        def refused(*_: Any) -> Any:
+            raise OSError("of this host")
+
+        mapped = mmap.mmap
+        if self.number == 2:
+            mmap.mmap = refused  # type: ignore[assignment,misc]
+        try:
+            return self.collect() if self.number else self.send(PAIRS)
+        finally:
+            mmap.mmap = mapped  # type: ignore[misc]
+
     def case_no_memory(self) -> Any:
+        with self.apart():
+            return self.no_memory()
+
+    def no_memory(self) -> Any:
         if self.number == 0:
             return self.send(PAIRS)
         with receive_weights(src=0) as pairs:
@@ -454,6 +498,7 @@ def write(file: Path, note: dict[str, Any], error: BaseException | None = None) 
 
 
 EMPTY = torch.empty
+HOST_NAME = shared_memory.host_name
 
 
 def no_memory(*size: Any, **options: Any) -> torch.Tensor:

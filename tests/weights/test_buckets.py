@@ -85,6 +85,7 @@ def test_every_dtype_and_form_arrives(ran: Ran) -> None:
     count = len(tensors_of_all_kinds())
     assert count > 100
     assert ran("all kinds")[1:] == [{"returned": {"wrong": [], "count": count}}] * 2
+    assert ran("kinds on two hosts") == ran("all kinds")
 
 
 def test_digests_are_sent_with_tensors(ran: Ran) -> None:
@@ -98,13 +99,14 @@ def test_digests_are_sent_with_tensors(ran: Ran) -> None:
         assert note["message"].startswith("rank 2 of 3 failed: WeightReadError: t1: ")
 
 
-def test_one_bucket_of_memory_is_used_again(ran: Ran) -> None:
-    """All buckets share one memory: a tensor that was kept holds the last bucket's values.
+@pytest.mark.parametrize(("case", "places"), [("one memory", 1), ("two memories", 2)])
+def test_the_memory_of_buckets_is_used_again(ran: Ran, case: str, places: int) -> None:
+    """A tensor that was kept holds a later bucket's values: of the last one, or the one before.
 
-    The trainer's source makes a tensor when the one before is freed.
+    On one host there are two. The trainer's source makes a tensor when the one before is freed.
     """
-    expected = {"returned": {"places": 1, "first": [8.0] * 12}}
-    assert ran("one memory") == [{"returned": {"alive": [0] * 9}}, expected, expected]
+    expected = {"returned": {"places": places, "first": [8.0] * 12}}
+    assert ran(case) == [{"returned": {"alive": [0] * 9}}, expected, expected]
 
 
 def test_nothing_and_nothing_more_are_well(ran: Ran) -> None:
@@ -236,6 +238,10 @@ def test_a_rank_without_memory_for_a_bucket_stops_all(ran: Ran) -> None:
     assert own["raised"] == "OutOfMemoryError"
     assert sender["ranks"] == other["ranks"] == [2]
     assert "OutOfMemoryError: of this device" in sender["message"]
+    sender, other, own = ran("no shared memory")
+    assert own["raised"] == "OSError"
+    assert sender["ranks"] == other["ranks"] == [2]
+    assert "OSError: of this host" in sender["message"]
 
 
 @pytest.mark.parametrize(

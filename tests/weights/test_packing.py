@@ -79,8 +79,8 @@ def test_a_version_is_expected_or_not(
     transfer = object.__new__(buckets._Transfer)
     transfer.rank, transfer.size, transfer.group = 0, 2, None
     statuses = [
-        buckets._Status(None, "cpu", None, None, sent),
-        buckets._Status(0, "cpu", None, None, expected),
+        buckets._Status(None, "cpu", None, None, sent, True),
+        buckets._Status(0, "cpu", None, None, expected, True),
     ]
     verdict = transfer._verdict(statuses)
     assert (verdict is None) is fits, verdict

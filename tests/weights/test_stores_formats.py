@@ -7,6 +7,7 @@ import json
 import pickle
 import runpy
 import shutil
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,13 @@ from vllm_module.errors import CheckpointFormatError, ShardingError, Unsupported
 from vllm_module.export.sharded_state import shard
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.testing import random_weights, write_checkpoint
-from vllm_module.weights import open_checkpoint, source
+from vllm_module.weights import (
+    find_changes,
+    open_checkpoint,
+    open_update,
+    source,
+    write_update,
+)
 from vllm_module.weights.source import find_source
 
 HERE = Path(__file__).parent
@@ -115,6 +122,22 @@ def bucket(folder: Path) -> Iterator[str]:
             yield "s3://bucket"
         finally:
             moto.stop()
+
+
+def test_one_file_of_weights_in_a_bucket(bucket: str) -> None:
+    """A trainer's update is an object by itself: nothing beside it is asked for."""
+    store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step-1.safetensors")
+        changes = find_changes(torch.zeros(40), torch.arange(40.0))
+        write_update(path, {"w": changes, "v": torch.ones(3)}, version="1", after="0")
+        obstore.put(store, "mailbox/step-1.safetensors", path.read_bytes())
+    with open_update(f"{bucket}/mailbox/step-1.safetensors") as update:
+        assert (update.version, update.after, list(update)) == ("1", "0", ["v", "w"])
+        assert update["w"].values.tolist() == [*range(1, 40)]
+        assert update["v"].read().tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointFormatError, match=r"step-2\.safetensors"):
+        open_update(f"{bucket}/mailbox/step-2.safetensors")
 
 
 def states(model: str, size: int, load_format: str = "auto") -> list[dict[str, torch.Tensor]]:

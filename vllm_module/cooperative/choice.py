@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from vllm_module.distributed.shared_memory import host_name
+from vllm_module.base.shared_memory import host_name
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.pairs import OpenWeights

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from vllm_module.base.shared_memory import OfferedMemory
 from vllm_module.cooperative.batches import lay_out, parts_of
 from vllm_module.cooperative.reader import SharedReader
 from vllm_module.cooperative.wants import Wants, regions_of, shared_regions
@@ -16,7 +17,6 @@ from vllm_module.core.plan import LoadPlan
 from vllm_module.core.run import Reader
 from vllm_module.core.tree import state_of
 from vllm_module.distributed import failure_of_others
-from vllm_module.distributed.shared_memory import OfferedMemory
 from vllm_module.distributed.shared_ring import TAGS, RingShape, SharedRing
 from vllm_module.weights import Readers
 from vllm_module.weights.pairs import OpenWeights

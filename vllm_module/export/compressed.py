@@ -24,13 +24,13 @@ from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.export import compressed_config
 from vllm_module.export.compressed_config import quantization_config, stored_as
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
-from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.export.units import FILE_BYTES, CopiedTensor, WrittenUnit, opened, write_units
 from vllm_module.hf_config import read_entries
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization import QuantizableLayer, Scheme
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
 from vllm_module.weights import Weight
+from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
 _WEIGHT = ".weight"
 

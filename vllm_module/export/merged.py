@@ -20,10 +20,10 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
 from vllm_module.core.report import LoadReport
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
-from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.export.units import FILE_BYTES, CopiedTensor, WrittenUnit, opened, write_units
 from vllm_module.hf_config import read_entries
 from vllm_module.weights import Weight
+from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
 
 class Merged(NamedTuple):

@@ -18,10 +18,10 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
-from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.hf_config import read_entries
 from vllm_module.weights.digests import DIGESTS, digests_file
 from vllm_module.weights.safetensors import SafetensorsFile
+from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.weights.sharded_state import (
     FORMAT_VERSION,
     MANIFEST,

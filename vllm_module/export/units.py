@@ -14,10 +14,10 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import write_json
-from vllm_module.export.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.weights import Weight
 from vllm_module.weights.digests import DIGESTS, digests_file
 from vllm_module.weights.pairs import OpenWeights
+from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 from vllm_module.weights.sharded_state import ShardedState
 
 FILE_BYTES = 5_000_000_000  # bytes of a file, at most, unless one layer has more

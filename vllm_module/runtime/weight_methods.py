@@ -22,6 +22,7 @@ from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.weights import Weight
 from vllm_module.weights.region import Region
+from vllm_module.weights.update_file import WeightUpdate
 
 if TYPE_CHECKING:
     from vllm_module.build.model_source import ModelSource
@@ -81,11 +82,12 @@ class WeightMethods:
 
         ``weight_version`` names the weights from now on. Without one, versions are counted: ``"1"``
         comes after ``"0"``, and ``"a+1"`` after ``"a"``. Samples list the versions of their tokens.
+        One that ``open_update`` has opened brings its own name and digests.
 
         Raises:
             WeightLoadError: the model refuses the weights.
-            WeightReadError: a tensor has another digest afterwards, or an iterator lost touch with
-                the trainer that it receives from.
+            WeightReadError: a tensor has another digest afterwards, an iterator lost touch with the
+                trainer that it receives from, or an update is for weights of another version.
             RuntimeError: the engine sleeps, and has its weights in host memory.
 
         """
@@ -94,6 +96,9 @@ class WeightMethods:
             self.executor.check()
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
+            if isinstance(weights, WeightUpdate):
+                weight_version = weights.name_after(self.weight_version, weight_version)
+                digests = digests or weights.digests or None
             self._update_named("an update of the weights", weights, digests, weight_version)
 
     def _update_named(

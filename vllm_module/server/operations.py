@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from vllm_module.base.version import __version__
@@ -17,7 +18,7 @@ from vllm_module.server.protocol import (
     UpdateBody,
 )
 from vllm_module.server.state import State
-from vllm_module.weights.source import find_source, open_weights
+from vllm_module.weights.update_file import open_update
 
 
 async def health(state: State, _: EmptyBody) -> dict[str, Any]:
@@ -92,14 +93,16 @@ async def resume(state: State, _: EmptyBody) -> dict[str, Any]:
 
 
 async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
-    """Update weights between two steps, with those of a folder, hub id or URL."""
+    """Update weights between two steps, with those of a file, folder, hub id or URL."""
+    engine = state.engine()
+    opened = await asyncio.to_thread(open_update, body.path)  # beside the steps
 
     def update(llm: LLM) -> None:
-        with open_weights(find_source(body.path, described=False)) as weights:
-            llm.update_weights(weights, weight_version=body.weight_version)
+        with opened:
+            llm.update_weights(opened, weight_version=body.weight_version)
 
-    await state.engine().call(update)
-    return {"weight_version": state.engine().weight_version}
+    await engine.call(update)
+    return {"weight_version": engine.weight_version}
 
 
 async def load_adapter(state: State, body: LoadAdapterBody) -> dict[str, Any]:

@@ -289,7 +289,7 @@ class PauseBody(Body):
 
 
 class UpdateBody(Body):
-    """The body of /update_weights: a folder, hub id or URL with weights, all or some."""
+    """The body of /update_weights: a file, folder, hub id or URL with weights, all or some."""
 
     path: str
     weight_version: str | None = None

@@ -8,6 +8,7 @@ from vllm_module.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from vllm_module.weights.buckets import receive_weights, send_weights
+    from vllm_module.weights.changes import find_changes
     from vllm_module.weights.checkpoint import Checkpoint, open_checkpoint
     from vllm_module.weights.handle import Destination, Handle, TensorHandle, Weight, read_into
     from vllm_module.weights.meeting import init_weight_transfer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_module.weights.source import resolve
     from vllm_module.weights.staging import staging_buffers
     from vllm_module.weights.strict_json import read_json
+    from vllm_module.weights.update_file import open_update, write_update
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -29,8 +31,10 @@ else:
             "Readers": "vllm_module.weights.reading",
             "TensorHandle": "vllm_module.weights.handle",
             "Weight": "vllm_module.weights.handle",
+            "find_changes": "vllm_module.weights.changes",
             "init_weight_transfer": "vllm_module.weights.meeting",
             "open_checkpoint": "vllm_module.weights.checkpoint",
+            "open_update": "vllm_module.weights.update_file",
             "prefer_huge_pages": "vllm_module.weights.os_pages",
             "read_all": "vllm_module.weights.reading",
             "read_file": "vllm_module.weights.regular_file",
@@ -41,6 +45,7 @@ else:
             "resolve": "vllm_module.weights.source",
             "send_weights": "vllm_module.weights.buckets",
             "staging_buffers": "vllm_module.weights.staging",
+            "write_update": "vllm_module.weights.update_file",
         },
     )
 
@@ -52,8 +57,10 @@ __all__ = [
     "Readers",
     "TensorHandle",
     "Weight",
+    "find_changes",
     "init_weight_transfer",
     "open_checkpoint",
+    "open_update",
     "prefer_huge_pages",
     "read_all",
     "read_file",
@@ -64,4 +71,5 @@ __all__ = [
     "resolve",
     "send_weights",
     "staging_buffers",
+    "write_update",
 ]

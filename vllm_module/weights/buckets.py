@@ -24,8 +24,10 @@ from vllm_module.base.process_groups import (
     rank_in_world,
     sends_between_cpus,
 )
+from vllm_module.base.shared_memory import Offer
 from vllm_module.base.waiting import at_most, interruptibly
 from vllm_module.errors import RankError, WeightReadError
+from vllm_module.weights.bucket_memory import BucketMemory
 from vllm_module.weights.changes import Changes
 from vllm_module.weights.handle import Weight
 from vllm_module.weights.packing import PackedTensor, aligned, digest_of, gaps_of
@@ -60,7 +62,8 @@ def send_weights(
         group: the ranks that take part, by default the world. Nothing else may use it at the same
             time.
         bucket_bytes: size of the memory that tensors are packed into and sent from. A larger tensor
-            is a bucket of its own.
+            is a bucket of its own. Ranks of one host read it in the sender's memory, where there
+            are two: one is filled while the other is read.
         device: device of the bucket, the same on all ranks: by default the CPU if the
             group's backend can send its memory, else the current CUDA device.
         digests: send the digest of each tensor, which receivers compare with what has come: a copy
@@ -105,8 +108,9 @@ def receive_weights(
 
     Every rank receives whole tensors. Each is a view of the bucket, on ``device`` (see
     `send_weights`), and valid until the next is requested: ``update_weights`` has copied it by
-    then; clone what you keep. The block must take all of them. What it raises is sent to the other
-    ranks and raised here unchanged. Leaving the block waits for the other receivers.
+    then; clone what you keep. Other ranks may read it in the same memory, so do not write to it.
+    The block must take all of them. What it raises is sent to the other ranks and raised here
+    unchanged. Leaving the block waits for the other receivers.
 
     With ``weight_version``, weights that the sender names otherwise, or not at all, are refused
     before the first of them comes: a round that is late or sent twice.
@@ -138,11 +142,17 @@ def _broadcast(memory: torch.Tensor, group: dist.ProcessGroup | None, source: in
 
 
 class _Coming(NamedTuple):
-    """The bucket that the trainer sends next; ``reserve`` is its new capacity, or 0 to keep it."""
+    """The bucket that the trainer sends next; ``reserve`` is its new capacity, or 0 to keep it.
+
+    It is the first or second of two, by ``turn``, where ranks of one host have the trainer's in
+    their memory. Those map what it offers.
+    """
 
     entries: list[PackedTensor]
     nbytes: int
     reserve: int
+    turn: int
+    offer: Offer | None
 
 
 class _Status(NamedTuple):
@@ -153,6 +163,7 @@ class _Status(NamedTuple):
     failure: str | None
     coming: _Coming | None
     version: str | None  # that is sent, or expected
+    shares: bool  # True if it has the trainer's bucket in its memory, or may have
 
 
 class _Transfer:
@@ -174,7 +185,7 @@ class _Transfer:
             device = torch.device("cuda", torch.cuda.current_device())
         self.src, self.group, self.device = src, group, torch.device(device)
         self.version = version
-        self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.bucket = BucketMemory(self.device)
         self.sender = -1  # rank of the trainer, known after the first meeting
         self.ended = False  # on a receiver: True once every tensor has come
         self.over = False  # True once this rank takes part in no further meeting
@@ -194,13 +205,15 @@ class _Transfer:
             raise
         finally:
             self.over = True
-            self.memory = self.memory.new_empty(0)  # a traceback may keep this object
+            self.bucket.close()  # a traceback may keep this object
 
     def meet(self, failure: str | None = None, coming: _Coming | None = None) -> _Coming | None:
         """Exchange the ranks' statuses; return the next bucket, or raise what failed."""
-        status = _Status(self.src, self.device.type, failure, coming, self.version)
+        shares, device = self.bucket.shares, self.device.type
+        status = _Status(self.src, device, failure, coming, self.version, shares)
         with self._collective():
             statuses: list[Any] = self._wait(partial(gather_objects, status, self.group))
+        self.bucket.shares = all(each.shares for each in statuses)
         self.failure = self._verdict(statuses)
         if self.failure is not None:
             self.over = True
@@ -209,16 +222,22 @@ class _Transfer:
         return following
 
     def carry(self, coming: _Coming) -> None:
-        """Broadcast one bucket from the trainer to all receivers."""
+        """Broadcast one bucket from the trainer to all receivers, unless they have it."""
+        self.bucket.turn = coming.turn
         if coming.reserve:
-            if self.rank != self.sender:
-                self._reserve(coming.reserve)
-            # Allocating may have failed somewhere: send only when every rank has the memory.
-            self.meet()
-        if coming.nbytes:
+            self._reserve(coming.reserve, coming.offer)
+            if coming.offer is not None and not self.bucket.shares:  # a rank is on another host
+                self._reserve(coming.reserve, None)
+        if coming.nbytes and not self.bucket.shares:
             with self._collective():
-                bucket, source = self.memory[: coming.nbytes], self.sender
+                bucket, source = self.bucket.current[: coming.nbytes], self.sender
                 self._wait(partial(_broadcast, bucket, self.group, source))
+
+    def _reserve(self, nbytes: int, offer: Offer | None) -> None:
+        if self.rank != self.sender:
+            self.bucket.reserve(nbytes, offer)
+        # Allocating may have failed somewhere: send only when every rank has the memory.
+        self.meet()
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         while (coming := self.meet()) is not None:
@@ -268,13 +287,15 @@ class _Transfer:
             place = str.__str__(name), weight.dtype, tuple(weight.shape), aligned(end)
             entry = PackedTensor(*place, elements=number, gaps=gaps_of(weight))
             if entries and entry.start + entry.nbytes > bucket_bytes:
-                yield _Coming(entries, end, reserve)
+                yield self._coming(entries, end, reserve)
                 entries, reserve, entry = [], 0, entry._replace(start=0)
-            if entry.start + entry.nbytes > self.memory.numel():
+                self.bucket.next()
+            if entry.start + entry.nbytes > self.bucket.current.numel():
                 reserve = max(entry.nbytes, bucket_bytes)
-                self._reserve(reserve)
+                self.bucket.reserve(reserve)
             self._demand_open()
-            entry.fill(self.memory, weight)
+            self.bucket.allocate(entry.start, entry.nbytes)
+            entry.fill(self.bucket.current, weight)
             if digests:  # of the source: what packs it may be wrong too
                 is_here = isinstance(weight, (torch.Tensor, Changes))
                 entry = entry._replace(digest=digest_of(weight if is_here else self._place(entry)))
@@ -282,15 +303,15 @@ class _Transfer:
             end = entry.start + entry.nbytes
             del weight  # or it would be in memory while the source makes the next
         if entries:
-            yield _Coming(entries, end, reserve)
+            yield self._coming(entries, end, reserve)
 
-    def _reserve(self, nbytes: int) -> None:
-        self.memory = self.memory.new_empty(0)  # free the old one first
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def _coming(self, entries: list[PackedTensor], nbytes: int, reserve: int) -> _Coming:
+        offer = self.bucket.offer if reserve else None
+        return _Coming(entries, nbytes, reserve, self.bucket.turn, offer)
 
     def _place(self, entry: PackedTensor) -> Any:
         self._demand_open()
-        return entry.within(self.memory)
+        return entry.within(self.bucket.current)
 
     def _demand_open(self) -> None:
         if self.over:

@@ -66,6 +66,11 @@ class Checkpoint(Mapping[str, "FileHandle"]):
         """The paths of the files, sorted by name."""
         return tuple(file.path for file in self._files)
 
+    @property
+    def metadata(self) -> tuple[Mapping[str, str], ...]:
+        """The free-form strings of each file, of a format that has some."""
+        return tuple(getattr(file, "metadata", {}) for file in self._files)
+
     def headers(self) -> Iterator[tuple[str, Path, Entry]]:
         """Yield each tensor's name, its file, and its entry in the file's header."""
         for name, file in self._owner.items():

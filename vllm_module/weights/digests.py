@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -95,7 +95,7 @@ def stored_digests(folder: Path) -> list[dict[str, str]] | None:
             f"{shorten(found[0])} in version {shorten(found[1])}. {_AGAIN}"
         )
     parts = entries.get("parts")
-    if isinstance(parts, list) and parts and all(map(_is_part, parts)):
+    if isinstance(parts, list) and parts and all(map(is_part, parts)):
         return parts
     raise CheckpointFormatError(
         f"{where} is damaged: parts should be a list of objects that have 32 hexadecimal digits "
@@ -103,7 +103,8 @@ def stored_digests(folder: Path) -> list[dict[str, str]] | None:
     )
 
 
-def _is_part(part: object) -> bool:
+def is_part(part: object) -> TypeGuard[dict[str, str]]:
+    """Tell whether a value of a JSON object has digests by name."""
     return isinstance(part, dict) and all(
         isinstance(each, str) and re.fullmatch("[0-9a-f]{32}", each) for each in part.values()
     )

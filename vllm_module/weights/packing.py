@@ -13,19 +13,26 @@ from vllm_module.weights.changes import Changes
 from vllm_module.weights.handle import read_into
 
 _ALIGNMENT = 16  # bytes: no dtype needs more
-_GAPS = torch.uint8, torch.uint16, torch.int32  # dtypes of the steps from an index to the next
+# Dtypes of the steps from an index to the next.
+GAPS = torch.uint8, torch.uint16, torch.int32, torch.int64
 
 
 def gaps_of(weight: Any) -> torch.dtype:
     """Return the smallest dtype into which all steps from an index to the next fit."""
     if not isinstance(weight, Changes) or weight.problem() is not None:  # refused when it is copied
         return torch.int64
-    most = int(_gaps(weight.indices).max()) if len(weight.indices) else 0
-    return next((each for each in _GAPS if most <= torch.iinfo(each).max), torch.int64)
+    most = int(gaps(weight.indices).max()) if len(weight.indices) else 0
+    return next(each for each in GAPS if most <= torch.iinfo(each).max)
 
 
-def _gaps(indices: torch.Tensor) -> torch.Tensor:
+def gaps(indices: torch.Tensor) -> torch.Tensor:
+    """Return the steps from one index to the next; the first is from 0."""
     return indices.diff(prepend=indices.new_zeros(1))
+
+
+def indices_of(steps: torch.Tensor) -> torch.Tensor:
+    """Return the indices, int64, between which there are these steps."""
+    return steps.to(torch.int64).cumsum(0)
 
 
 def aligned(nbytes: int) -> int:
@@ -66,7 +73,7 @@ class PackedTensor(NamedTuple):
             return memory[self.start : end].view(self.dtype).view(self.shape)
         indices, values = self._changes(memory, self.elements)
         if self.gaps is not None:
-            indices = indices.to(torch.int64).cumsum(0)
+            indices = indices_of(indices)
         return Changes(indices, values, self.shape)
 
     def _changes(self, memory: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,8 +90,8 @@ class PackedTensor(NamedTuple):
             elif problem := weight.problem():
                 raise WeightReadError(f"{printable_name(self.name)}: {problem}")
             else:
-                gaps, values = self._changes(memory, self.elements)
-                gaps.copy_(weight.indices if self.gaps is None else _gaps(weight.indices))
+                steps, values = self._changes(memory, self.elements)
+                steps.copy_(weight.indices if self.gaps is None else gaps(weight.indices))
                 values.copy_(weight.values)
         except RuntimeError as error:  # torch's error, which does not name the tensor
             name, kind = printable_name(self.name), type(weight).__name__

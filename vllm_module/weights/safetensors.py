@@ -128,9 +128,9 @@ def _entry(where: str, name: str, value: object, start: int) -> Entry:
         )
     if not isinstance(name_of_dtype, str) or name_of_dtype not in DTYPES:
         refuse("dtype", f"one of {', '.join(DTYPES)}", name_of_dtype)
-    if not _are_sizes(shape):
+    if not are_sizes(shape):
         refuse("shape", "a list of sizes", shape)
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         refuse("data_offsets", "[begin, end] with 0 <= begin <= end", offsets)
     dtype = DTYPES[name_of_dtype]
     # Sizes of 0 are left out, because torch multiplies the other ones for the strides.
@@ -144,7 +144,8 @@ def _entry(where: str, name: str, value: object, start: int) -> Entry:
     return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
 
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
+def are_sizes(value: object) -> TypeGuard[list[int]]:
+    """Tell whether a value of a JSON object is a list of sizes."""
     # type() and not isinstance(), because True is an int but not a size.
     if not isinstance(value, list) or not value:
         return value == []

@@ -15,7 +15,7 @@ from typing import Any
 from vllm_module.base.messages import printable, printable_name
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import hub
-from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of, imported
+from vllm_module.weights.formats import FORMATS, SAFETENSORS, Files, Unit, formats_of, imported
 from vllm_module.weights.index import check_against_index, read_index
 from vllm_module.weights.regular_file import MAX_JSON_BYTES, is_there
 from vllm_module.weights.stores import hub_client
@@ -37,7 +37,9 @@ _ONLY_HERE = {
 _UNITS = [
     each for name, each in FORMATS.items() if isinstance(each, Unit) and name not in _ONLY_HERE
 ]
-_SUFFIXES = tuple(suffix for each in _UNITS for suffix in each.suffixes)
+_SUFFIXES = (
+    *SAFETENSORS.suffixes, *(suffix for each in _UNITS for suffix in each.suffixes)
+)  # fmt: skip
 _MARKERS = tuple(each.marker for each in _UNITS if not each.suffixes)
 # Those of formats whose folder may lack config.json.
 _DESCRIBING = tuple(each.marker for each in _UNITS if each.marker in _MARKERS and each.small_files)
@@ -67,7 +69,7 @@ class StoreSource:
     and opens the weights itself, for the hub at the same commit.
 
     Args:
-        url: of the folder, or ``hf://owner/name@revision``; or of a GGUF file in it.
+        url: of the folder, or ``hf://owner/name@revision``; or of a GGUF or safetensors file in it.
         revision: of the hub.
         load_format: as in ``LoadConfig``; those that need the files on this machine are refused.
         download_dir: of the hub's small files, and of ranges of weights, which are kept with it
@@ -114,7 +116,8 @@ class StoreSource:
             self.place = Place("hf", self.place.host, self.place.folder, commit)
         else:
             self.folder = new_folder(printable(str(self.place)), self)
-            missing = self._fetch_small()
+            if described or not str(self._named).endswith(SAFETENSORS.suffixes):
+                missing = self._fetch_small()
         self._format = self._find_format()
         found = FORMATS.get(self._format or "")
         if isinstance(found, Unit) and found.small_files is not None:
@@ -172,7 +175,9 @@ class StoreSource:
     def _open_files(self, store: Store, name: str, format_: Files) -> StoredCheckpoint:
         index = self.folder / str(format_.index)
         names_in: dict[str, set[str]] | None = None
-        if is_there(index):
+        if self._named is not None:
+            names = [self._named]
+        elif is_there(index):
             names_in = read_index(index, format_.suffixes)
             names = sorted(names_in)
         elif (listed := self._list()) is None or format_.whole in listed:

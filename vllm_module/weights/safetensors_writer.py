@@ -36,9 +36,9 @@ class SafetensorsWriter:
 
     Tensors are laid out in the order of ``tensors``. With ``aligned``, those of wide dtypes come
     before those of narrow ones, as in safetensors' own writer, so that each can be mapped.
-    ``metadata`` is ``{"format": "pt"}``, which transformers requires. Use it as a context manager:
-    the end of the block closes the file, and all tensors must be written by then. ``digests`` gets
-    the digest of each tensor, by name.
+    Use it as a context manager: the end of the block closes the file, and all tensors must be
+    written by then. ``digests`` gets the digest of each tensor, by name. ``metadata`` is beside
+    ``{"format": "pt"}``, which transformers requires.
     """
 
     def __init__(
@@ -48,13 +48,14 @@ class SafetensorsWriter:
         *,
         aligned: bool,
         digests: dict[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._tensors = dict(tensors)
         self._digests = digests
         names = list(tensors)
         if aligned:
             names.sort(key=lambda name: -tensors[name].dtype.itemsize)
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         self._places: dict[str, int] = {}
         end = 0
         for name in names:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_TOKEN_BYTES = 16
+TOKEN_BYTES = 16  # at the end of the memory, until it is joined
 
 
 class Offer(NamedTuple):
@@ -44,14 +44,17 @@ class OfferedMemory:
         with suppress(OSError, AttributeError):
             self._descriptor = os.memfd_create("vllm-module")
             os.ftruncate(self._descriptor, nbytes)
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            os.pwrite(self._descriptor, token, nbytes - _TOKEN_BYTES)
+            token = secrets.token_bytes(TOKEN_BYTES)
+            os.pwrite(self._descriptor, token, nbytes - TOKEN_BYTES)
             self.offer = Offer(host_name(), os.getpid(), self._descriptor, token)
 
-    def join(self, offers: Sequence[Offer | None], rank: int) -> tuple[mmap.mmap, int]:
+    def join(
+        self, offers: Sequence[Offer | None], rank: int, *, allocated: bool = True
+    ) -> tuple[mmap.mmap, int]:
         """Map memory of the first rank whose offer can be used; return it and the rank.
 
-        The rank may be ``rank``, this process's own. Raises ``OSError`` if there is no memory.
+        The rank may be ``rank``, this process's own. Its memory is ``allocated`` then, or later by
+        :meth:`allocate`. Raises ``OSError`` if there is no memory.
         """
         for other, offer in enumerate(offers[:rank]):
             if offer is not None and self.offer is not None and offer.host == self.offer.host:
@@ -60,14 +63,19 @@ class OfferedMemory:
                     return self._map(offer), other
         if self._descriptor < 0:
             return mmap.mmap(-1, self._nbytes), rank
-        # Allocate now: a later shortage would be a SIGBUS.
-        os.posix_fallocate(self._descriptor, 0, self._nbytes)
+        if allocated:
+            self.allocate(0, self._nbytes)
         return mmap.mmap(self._descriptor, self._nbytes), rank
+
+    def allocate(self, start: int, nbytes: int) -> None:
+        """Allocate some bytes of this process's own memory; a later shortage would be a SIGBUS."""
+        if self._descriptor >= 0 and nbytes:
+            os.posix_fallocate(self._descriptor, start, nbytes)
 
     def _map(self, offer: Offer) -> mmap.mmap:
         descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.pread(descriptor, _TOKEN_BYTES, self._nbytes - _TOKEN_BYTES) != offer.token:
+            if os.pread(descriptor, TOKEN_BYTES, self._nbytes - TOKEN_BYTES) != offer.token:
                 raise OSError("another process has the number of the one that offered memory")
             return mmap.mmap(descriptor, self._nbytes)
         finally:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_module.distributed.shared_memory import Offer, OfferedMemory
+from vllm_module.base.shared_memory import Offer, OfferedMemory
 
 NBYTES = 8192
 

@@ -1,0 +1,344 @@
+"""An engine takes a trainer's updates from files, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from vllm_module import LLM, SamplingParams
+from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
+from vllm_module.weights import find_changes, open_update, write_update
+from vllm_module.weights.changes import Changes
+from vllm_module.weights.handle import TensorHandle
+
+servers: Any = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "stores_server.py"))
+TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+SPARSE = (
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.mlp.up_proj.weight",
+    "model.embed_tokens.weight",
+    NORM,
+)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with load(folder, tensor_parallel_size=request.param) as llm:
+        yield llm
+
+
+def load(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), kv_cache_memory_bytes=1 << 20, dtype="float32", **settings)
+
+
+def tokens(llm: LLM) -> list[int]:
+    (output,) = llm.generate([{"prompt_token_ids": [5, 9, 3]}], TEN, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def take(llm: LLM, path: Path | str, **options: Any) -> None:
+    with open_update(path) as update:
+        llm.update_weights(update, **options)
+
+
+def stepped(old: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Return weights of which one in fifty has changed, and all of one tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for name in SPARSE:
+        flat = new[name].view(-1)
+        at = torch.randperm(flat.numel(), generator=generator)[: max(1, flat.numel() // 50)]
+        flat[at] += 1.5
+    new[HEAD] = new[HEAD] * 1.25 + 0.1
+    return new
+
+
+def sent(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: find_changes(old[name], new[name]) for name in SPARSE} | {HEAD: new[HEAD]}
+
+
+def saved(folder: Path, new: dict[str, torch.Tensor], path: Path) -> Path:
+    """Write a checkpoint by safetensors' own writer."""
+    path.mkdir()
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    save_file(new, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_steps_of_a_trainer(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    """Each step gives the tokens and digests of a fresh load; one out of order is refused."""
+    llm.reload_weights()
+    weights = [load_file(folder / "model.safetensors")]
+    take(llm, folder, weight_version="step-0")  # a checkpoint is an update of all
+    for step in (1, 2, 3):
+        weights.append(stepped(weights[-1], step))
+        write_update(
+            tmp_path / f"{step}.safetensors",
+            sent(*weights[-2:]).items(),
+            version=f"step-{step}",
+            after=f"step-{step - 1}",
+            digests=step == 2,
+        )
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        f"{step}.safetensors" for step in (1, 2, 3)
+    ]
+    seen = [tokens(llm)]
+    for step in (1, 2):
+        late = tmp_path / f"{step + 1}.safetensors"
+        message = rf"{late.name} changes the weights 'step-{step}', and the engine has 'step-"
+        with pytest.raises(WeightReadError, match=message):
+            take(llm, late)
+        take(llm, tmp_path / f"{step}.safetensors")
+        assert llm.weight_version == f"step-{step}"
+        with load(saved(folder, weights[step], tmp_path / f"whole-{step}")) as fresh:
+            seen.append(tokens(fresh))
+            assert tokens(llm) == seen[-1] != seen[-2]
+            assert llm.digest().tensors == fresh.digest().tensors
+    for path in (tmp_path / "2.safetensors", tmp_path / "1.safetensors"):  # twice, and late
+        with pytest.raises(WeightReadError, match="and the engine has 'step-2'"):
+            take(llm, path)
+    with pytest.raises(WeightReadError, match="has the weights 'step-3', and 'mine' were asked"):
+        take(llm, tmp_path / "3.safetensors", weight_version="mine")
+    assert tokens(llm) == seen[-1]
+
+
+def test_a_web_server(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    """By ranges of one file, without asking for files of a model."""
+    llm.reload_weights()
+    old = load_file(folder / "model.safetensors")
+    new = stepped(old, 9)
+    write_update(tmp_path / "a.safetensors", sent(old, new), version="a", after=llm.weight_version)
+    with servers["serving"](tmp_path) as server:
+        take(llm, f"{server.url}/a.safetensors")
+        assert {path for path, _ in server.requests} == {"/a.safetensors"}
+        with pytest.raises(CheckpointFormatError, match=r"b\.safetensors"):
+            open_update(f"{server.url}/b.safetensors")
+    with load(saved(folder, new, tmp_path / "whole")) as fresh:
+        assert tokens(llm) == tokens(fresh)
+        assert llm.digest().tensors == fresh.digest().tensors
+
+
+def test_bits_of_the_file(tmp_path: Path) -> None:
+    """Another reader finds steps of a byte and values; other dtypes come back bit for bit."""
+    old = torch.zeros(30, 40, dtype=torch.bfloat16)
+    new = old.clone()
+    new.view(-1)[torch.tensor([3, 7, 255])] = torch.tensor([1.0, -0.0, 2.0]).bfloat16()
+    far = Changes(torch.tensor([2, 70_000]), torch.tensor([3, -4], dtype=torch.int8), (90_000,))
+    weights = {"w": find_changes(old, new), "far": far, "none": find_changes(old, old)}
+    path = tmp_path / "u.safetensors"
+    write_update(path, weights | {"whole": old.T}, version="b", after="a", digests=True)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert file.get_tensor("steps/w").tolist() == [3, 4, 248]
+        assert file.get_tensor("steps/w").dtype == torch.uint8
+        assert file.get_tensor("steps/far").dtype == torch.int32
+        assert file.get_tensor("whole").shape == (40, 30)
+    with open_update(path) as update:
+        assert sorted(update) == ["far", "none", "w", "whole"]
+        assert len(update) == 4
+        assert (update.version, update.after) == ("b", "a")
+        assert list(update.digests) == ["whole"]
+        for name, each in weights.items():
+            assert torch.equal(update[name].indices, each.indices)
+            assert torch.equal(update[name].values, each.values)
+            assert update[name].shape == each.shape
+
+
+def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
+    """While it is written nothing has its name; who has opened the older one reads that."""
+    path = tmp_path / "u.safetensors"
+    seen: list[bool] = []
+
+    class Late(TensorHandle):
+        def read(self) -> torch.Tensor:
+            seen.append(path.exists())
+            return super().read()
+
+    weights = {"a": torch.ones(1 << 16), "b": Late("b", torch.ones(3))}
+    write_update(path, weights, version="a")
+    with open_update(path) as update:
+        write_update(path, {"a": torch.zeros(1 << 16)}, version="b")
+        assert torch.equal(update["a"].read(), weights["a"])
+    assert seen == [False]
+
+
+ONE = torch.ones(1)
+
+
+def some(*indices: int, values: torch.Tensor = ONE, shape: tuple[int, ...] = (16,)) -> Changes:
+    return Changes(torch.tensor(indices), values, shape)
+
+
+def test_what_a_trainer_may_not_write(tmp_path: Path) -> None:
+    """Nothing is left in the folder, and an older file of the name stays."""
+    path = tmp_path / "u.safetensors"
+    write_update(path, {NORM: ONE}, version="a")
+    before = path.read_bytes()
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ({NORM: some(3)}, {"after": None}, "pass after="),
+        ({NORM: some(3, 3, values=torch.ones(2))}, {}, rf"{NORM}: .* got 3 twice"),
+        ({NORM: some(16)}, {}, "from 0 to 15, got 16"),
+        ([(NORM, ONE), (NORM, ONE)], {}, "comes twice"),
+        ([(NORM, ONE), (NORM, some(3))], {}, "comes twice"),
+        ([(NORM, some(3)), (NORM, some(4))], {}, "comes twice"),
+        ([(NORM, some(3)), (f"steps/{NORM}", ONE)], {}, "comes twice"),
+        ({NORM: torch.ones(3, device="meta")}, {}, f"{NORM} cannot be written"),
+        ({NORM: torch.eye(3).to_sparse()}, {}, f"{NORM} cannot be written"),
+        ({NORM: ONE}, {"version": 3}, "should be text"),
+        ({NORM: ONE * float("nan")}, {}, f"{NORM} has a NaN"),
+        ({NORM: some(3, values=ONE * float("nan"))}, {}, f"values/{NORM} has a NaN"),
+    ]
+    for weights, options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            write_update(path, weights, **{"version": "b", "after": "a"} | options)
+    with pytest.raises(ValueError, match=r"end with \.safetensors"):
+        write_update(tmp_path / "u", {NORM: ONE}, version="b")
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])
+
+
+def edited(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]) -> None:
+    """Write the file again with another description or other tensors."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        described = json.loads(file.metadata()["update"])
+    found = change(described, tensors)
+    text = found if isinstance(found, str) else json.dumps(described)
+    save_file(tensors, path, {"format": "pt", "update": text})
+
+
+STEPS, VALUES = f"steps/{NORM}", f"values/{NORM}"
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], str]] = {
+    "no steps": (lambda d, t: t.pop(STEPS), f"needs the tensor {STEPS}"),
+    "no values": (lambda d, t: t.pop(VALUES), f"needs the tensor {VALUES}"),
+    "another number": (
+        lambda d, t: t.update({VALUES: torch.ones(3)}),
+        rf"(?s){NORM}: .*as many values",
+    ),
+    "floating steps": (
+        lambda d, t: t.update({STEPS: t[STEPS].float()}),
+        rf"{NORM} has steps of torch\.float32",
+    ),
+    "steps of a table": (
+        lambda d, t: t.update({STEPS: t[STEPS][None], VALUES: t[VALUES][None]}),
+        rf"{NORM}: expected indices of int64 \[n\]",
+    ),
+    "out of range": (
+        lambda d, t: t.update({STEPS: torch.tensor([3, 200], dtype=torch.uint8)}),
+        rf"{NORM}: expected indices from 0 to 15, got 203",
+    ),
+    "steps that overflow": (
+        lambda d, t: t.update({STEPS: torch.tensor([1, 2**63 - 1])}),
+        rf"{NORM}: expected indices from 0 to 15, got -",
+    ),
+    "twice": (
+        lambda d, t: t.update({STEPS: torch.tensor([3, 0], dtype=torch.uint8)}),
+        rf"{NORM}: .* got 3 twice",
+    ),
+    "another shape": (
+        lambda d, t: d["shapes"].update({NORM: [4, 5]}),
+        rf"(?s){NORM}.*expected shape \[16\], got \[4, 5\]",
+    ),
+    "no shape": (lambda d, t: d["shapes"].update({NORM: "16"}), "should have version and after"),
+    "negative": (lambda d, t: d["shapes"].update({NORM: [-16]}), "should have version and after"),
+    "another dtype": (
+        lambda d, t: t.update({VALUES: t[VALUES].half()}),
+        rf"(?s){NORM}.*expected elements of the dtype",
+    ),
+    "NaN": (lambda d, t: t[VALUES].fill_(float("nan")), f"{NORM} has a NaN"),
+    "whole too": (lambda d, t: t.update({NORM: torch.ones(16)}), f"{NORM} is there whole and"),
+    "unknown": (lambda d, t: t.update({"steps/x": torch.ones(2)}), "(?s)steps/x"),
+    "unknown elements": (
+        lambda d, t: (
+            d["shapes"].update({"x": [16]}),
+            t.update({"steps/x": t[STEPS].clone(), "values/x": t[VALUES].clone()}),
+        ),
+        r"(?s)\bx\b",
+    ),
+    "no version": (lambda d, t: d.update(version=None), "should have version and after"),
+    "no after": (lambda d, t: d.update(after=None), "should have version and after"),
+    "another after": (lambda d, t: d.update(after="other"), "changes the weights 'other'"),
+    "an entry of later": (lambda d, t: d.update(scale=2), "should have version and after"),
+    "two versions": (
+        lambda d, t: json.dumps(d).replace('"after"', '"version": "b", "after"'),
+        "version.* twice",
+    ),
+    "not JSON": (lambda d, t: "{", "its update"),
+    "digests of others": (lambda d, t: d.update(digests={NORM: "0" * 32}), "its digests should"),
+    "digests of no digits": (lambda d, t: d.update(digests={NORM: 3}), "should have version and"),
+}
+
+
+@pytest.fixture
+def written(llm: LLM, tmp_path: Path) -> Path:
+    path = tmp_path / "u.safetensors"
+    elements = some(3, 9, values=torch.tensor([1.5, 2.5]))
+    write_update(path, {NORM: elements, HEAD: torch.ones(60, 16)}, version="b", after="0")
+    llm.reload_weights()
+    llm.engine.weight_version = "0"
+    return path
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damage_is_named(llm: LLM, written: Path, case: str) -> None:
+    """Nothing is written, and the engine goes on."""
+    damage, message = DAMAGES[case]
+    edited(written, damage)
+    before, digest = tokens(llm), llm.digest().tensors
+    with pytest.raises(WeightLoadError, match=message):
+        take(llm, written)
+    assert (tokens(llm), llm.digest().tensors) == (before, digest)
+    assert llm.weight_version == "0"
+
+
+def test_a_torn_file(llm: LLM, written: Path) -> None:
+    """A file without its end or its middle is refused when it is opened."""
+    data = written.read_bytes()
+    for torn in (data[:-1], data[: len(data) // 2], data[:20], b"", data + b"\0"):
+        written.write_bytes(torn)
+        with pytest.raises(CheckpointFormatError, match=r"u\.safetensors"):
+            take(llm, written)
+
+
+def test_two_updates_in_a_folder(llm: LLM, written: Path) -> None:
+    write_update(written.with_name("v.safetensors"), {"other": ONE}, version="c")
+    with pytest.raises(CheckpointFormatError, match="an update is one file, and here are 2"):
+        open_update(written.parent)
+
+
+def test_a_digest_finds_a_bit(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    """In elements before anything is written; in a whole tensor, and then nothing is served."""
+    llm.reload_weights()
+    llm.engine.weight_version = "0"
+    before = tokens(llm)
+    path = tmp_path / "u.safetensors"
+    elements = some(3, 9, values=torch.tensor([1.5, 2.5]))
+    whole = torch.full((60, 16), 3.25)
+    write_update(path, {NORM: elements, HEAD: whole}, version="b", after="0", digests=True)
+    good = path.read_bytes()
+    marks = {
+        "elements": torch.tensor([1.5, 2.5]).numpy().tobytes(),
+        "whole": whole.numpy().tobytes()[:64],
+    }
+    for what, mark in marks.items():
+        at = good.index(mark)
+        path.write_bytes(good[:at] + bytes([mark[0] ^ 1]) + good[at + 1 :])
+        with pytest.raises(WeightReadError, match=f"values/{NORM}" if what == "elements" else HEAD):
+            take(llm, path)
+        if what == "elements":
+            assert tokens(llm) == before
+    with pytest.raises(RuntimeError, match=HEAD):
+        tokens(llm)
+    take(llm, folder)  # a whole checkpoint repairs it
+    assert tokens(llm) == before
