@@ -54,7 +54,7 @@ def fused_attention(
     if seen is None or is_causal:
         bias = None
     elif bias is None or bias.dtype != query.dtype:
-        bias = torch.zeros((), dtype=query.dtype).masked_fill(~seen, -torch.inf)
+        bias = query.new_zeros(()).masked_fill(~seen, -torch.inf)
     output, broken = _fused(query, keys, values, bias, scale, is_causal)
     if broken is not None and seen is not None:
         keys, values = _without_unseen(keys, values, seen)
@@ -107,7 +107,7 @@ def _attend(
     """Compute attention by matrix products, some rows at a time."""
     shape = (*query.shape[:-1], keys.shape[-2])
     if seen is None:
-        seen = torch.ones((), dtype=torch.bool)
+        seen = query.new_ones((), dtype=torch.bool)
     seen = seen.expand(shape)
     step = max(1, _SCORES_AT_ONCE * shape[-2] // math.prod(shape))
     keys = keys.float().transpose(-2, -1)

@@ -90,9 +90,9 @@ def dequantize_mxfp4(
     expect("blocks", blocks, None, (torch.uint8,))
     expect("scales", scales, blocks.shape[:-1], (torch.uint8,), blocks)
     shape = (*scales.shape[:-1], scales.shape[-1] * 32)
-    values = torch.tensor(E2M1, dtype=torch.bfloat16)
+    values = torch.tensor(E2M1, dtype=torch.bfloat16, device=blocks.device)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(torch.int32)
-    pairs = pairs.flatten().to(blocks.device)  # a pair of bfloat16 for each byte
+    pairs = pairs.flatten()  # a pair of bfloat16 for each byte
     wide = torch.empty(scales.numel(), 32, dtype=dtype, device=blocks.device)
     chunks = (blocks.reshape(-1, 16), scales.reshape(-1), wide)
     for block, scale, out in zip(*(x.split(_CHUNK) for x in chunks), strict=True):
@@ -116,7 +116,7 @@ def grouped_matmul_mxfp4_reference(
     def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         own = blocks[expert]
         if takes_code_rows(x, own):
-            values = torch.tensor(E2M1, dtype=torch.float32)
+            values = torch.tensor(E2M1, dtype=torch.float32, device=x.device)
             by = scales[expert].view(torch.float8_e8m0fnu).float()
             codes = packed_rows(own.flatten(1), by, Packing(4), 32, None, None, values)
             if codes is not None:

@@ -132,7 +132,7 @@ def block_rows(blocks: torch.Tensor, kind: str) -> CodeRows | None:
 @functools.cache
 def _halves() -> torch.Tensor:
     """Return all float16 numbers by their bits, float32."""
-    return torch.arange(1 << 16).to(torch.uint16).view(torch.float16).float()
+    return torch.arange(1 << 16, device="cpu").to(torch.uint16).view(torch.float16).float()
 
 
 def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -244,8 +244,8 @@ def fastest_code_rows(
         _loops(INT8, False, threads)
     except ImportError:
         return 0
-    weights = torch.ones(_WEIGHTS, dtype=torch.int8)
-    scale = torch.ones(_WEIGHTS[1], 1, dtype=torch.float32)
+    weights = torch.ones(_WEIGHTS, dtype=torch.int8, device="cpu")
+    scale = weights.new_ones(_WEIGHTS[1], 1, dtype=torch.float32)
     turns, most = itertools.cycle(weights), 0
 
     def dequantized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def fastest_code_rows(
 
     with torch.inference_mode():
         for rows in _TRIED:
-            x = torch.ones(rows, _WEIGHTS[-1], dtype=torch.float32)
+            x = scale.new_ones(rows, _WEIGHTS[-1])
             least = dict.fromkeys((dequantized, loops), math.inf)
             loops(x, weights[0])  # compiles
             for _ in range(_ROUNDS):
@@ -288,10 +288,10 @@ def _order_of(size: int, bits: int, width: int, order: Sequence[int] | None) -> 
     in_byte, in_word = 8 // bits, width * 8 // bits
     if in_byte == 1 and order is None:
         return None
-    codes = torch.arange(in_word)
+    codes = torch.arange(in_word, device="cpu")
     if order is not None:
-        codes = torch.tensor(order).argsort()
-    words = torch.arange(size // width).unsqueeze(1) * in_word + codes
+        codes = torch.tensor(order, device="cpu").argsort()
+    words = torch.arange(size // width, device="cpu").unsqueeze(1) * in_word + codes
     return words.view(size, in_byte).t().reshape(-1)
 
 

@@ -37,10 +37,11 @@ vars(codebook)["_dynamo_marked_constant"] = True
 @cache
 def _unpacked(name: str, device: torch.device) -> torch.Tensor:
     values, width, packed = CODEBOOKS[name]
-    bits = torch.frombuffer(bytearray(zlib.decompress(b64decode(packed))), dtype=torch.uint8)
-    members = ((bits[:, None] >> torch.arange(8)) & 1).flatten().nonzero()
-    digits = members // len(values) ** torch.arange(width) % len(values)
-    return torch.tensor(values, dtype=torch.float32)[digits].to(device)
+    with torch.device("cpu"):
+        bits = torch.frombuffer(bytearray(zlib.decompress(b64decode(packed))), dtype=torch.uint8)
+        members = ((bits[:, None] >> torch.arange(8)) & 1).flatten().nonzero()
+        digits = members // len(values) ** torch.arange(width) % len(values)
+        return torch.tensor(values, dtype=torch.float32)[digits].to(device)
 
 
 CODEBOOKS = {

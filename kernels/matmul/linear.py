@@ -84,11 +84,11 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = _seconds
     """
     if not _HAS_ONEDNN or not torch.backends.mkldnn.enabled:
         return Products()
-    weights = itertools.cycle(torch.ones(_WEIGHTS, dtype=torch.float32))
+    weights = itertools.cycle(torch.ones(_WEIGHTS, dtype=torch.float32, device="cpu"))
     chosen = []
     with torch.inference_mode():
         for rows in _TRIED:
-            x = torch.ones(rows, _WEIGHTS[-1], dtype=torch.float32)
+            x = torch.ones(rows, _WEIGHTS[-1], dtype=torch.float32, device="cpu")
             least = dict.fromkeys((F.linear, _onednn), math.inf)
             for _ in range(_ROUNDS):  # take turns; the first turn compiles oneDNN's kernel
                 for way in least:

@@ -89,6 +89,19 @@ def test_a_page_can_be_copied_from_and_then_to_in_one_step() -> None:
             assert torch.equal(bits(tensor[:, target]), bits(was[:, source]))
 
 
+def test_the_default_device_is_not_that_of_the_host() -> None:
+    """Memory and lists of the host are there, whatever device a program has set for its own."""
+    model = Mixed()
+    with torch.device("meta"):
+        cache = KVCache(model, PAGES, PAGE_SIZE, CPU, torch.float32, HOST_PAGES)
+        held = [layer.kv_cache for layer in attention_layers(model)]
+        for tensor in held:
+            tensor[:, 1] = 7
+        cache.move(Moves([(1, 3)], [(1, 0)], [(3, 2)]))
+    for tensor in held:
+        assert tensor[:, :4].mean((0, 2, 3, 4)).tolist() == [7, 7, 7, 0]
+
+
 def test_layers_get_views_of_the_shape_of_their_heads() -> None:
     """Until the cache is closed, each layer has its view, and a second cache is refused."""
     model = Mixed()

@@ -6,6 +6,7 @@ import runpy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3 as modeling_qwen3  # sees t
 from triton.runtime.interpreter import GridExecutor
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.kernels.matmul.code_rows import fastest_code_rows
 from vllm_module.kernels.rows import act_and_mul
 from vllm_module.layers import RMSNorm
 from vllm_module.layers.placed_experts import PlacedExperts
@@ -113,6 +115,21 @@ def test_an_engine_starts_and_serves(folders: Any, name: str) -> None:
     expected = generated(folder, GREEDY, device="cpu", kv_cache_memory_bytes=1 << 20, **options)
     with on_device():
         assert generated(folder, GREEDY, device="cuda", **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"), [("qwen3", {}), ("wide", {"quantization": "bitsandbytes"})]
+)
+def test_the_default_device_is_not_that_of_an_engine(
+    folders: Any, architecture: str, options: dict[str, Any]
+) -> None:
+    """An engine on a CPU makes nothing on the device that a program has set for its own tensors."""
+    folder = folders(architecture)
+    run = partial(generated, folder, GREEDY, device="cpu", kv_cache_memory_bytes=1 << 20, **options)
+    expected = run()
+    fastest_code_rows.cache_clear()
+    with torch.device("meta"):
+        assert run() == expected
 
 
 BEFORE_FP8: dict[str, tuple[str, dict[str, Any]]] = {

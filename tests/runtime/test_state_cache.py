@@ -247,9 +247,13 @@ def test_memory_is_counted_and_given_back() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of states without their own
 def test_states_are_moved_in_the_order_of_the_field(dtype: torch.dtype) -> None:
-    """To the host, on the device (all read before any is written), and from the host."""
+    """To the host, on the device (all read before any is written), and from the host.
+
+    The host stays the host where a program has set another default device.
+    """
     model = Hybrid()
-    cache = StateCache(model, 4, CPU, dtype, 2)
+    with torch.device("meta"):
+        cache = StateCache(model, 4, CPU, dtype, 2)
     for states in cache._states:
         for slot in range(4):
             states[:, slot] = slot
@@ -261,7 +265,7 @@ def test_states_are_moved_in_the_order_of_the_field(dtype: torch.dtype) -> None:
             read.append(result.nbytes if function is torch.ops.aten.index_select.default else 0)
             return result
 
-    with Allocations():
+    with torch.device("meta"), Allocations():
         cache.move(Moves([(1, 0)], [(0, 1), (2, 0)], [(0, 2)]))
     assert max(read) == 2 * copy_bytes(model, dtype), "more than a layer's states at once"
     for states in cache._states:

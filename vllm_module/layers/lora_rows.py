@@ -30,8 +30,8 @@ class Places(NamedTuple):
         """Return those of ``count`` rows, from the rows of each adapter."""
         rows = pad_sequence([*rows_of], batch_first=True, padding_value=-1).view(-1)
         held = rows >= 0
-        inverse = torch.full((count,), len(rows))
-        inverse[rows[held]] = torch.arange(len(rows))[held]
+        inverse = rows.new_full((count,), len(rows))
+        inverse[rows[held]] = held.nonzero().view(-1)
         return cls(rows.clamp_(min=0).to(device), inverse.to(device))
 
 
@@ -69,7 +69,7 @@ class AdapterRows:
             device: of the rows.
 
         """
-        numbers = torch.full((starts[-1],), -1)
+        numbers = torch.full((starts[-1],), -1, device="cpu")
         for sequence, adapter in adapters.items():
             numbers[starts[sequence] : starts[sequence + 1]] = adapter
         self._set(numbers, device)

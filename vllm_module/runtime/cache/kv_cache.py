@@ -72,7 +72,8 @@ class KVCache:
             if host_pages:
                 shape = (*shape[:2], host_pages, *shape[3:])
                 pinned = device.type == "cuda"
-                self._host_caches.append(torch.empty(shape, dtype=dtype, pin_memory=pinned))
+                host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+                self._host_caches.append(host)
 
     @property
     def nbytes(self) -> int:
@@ -83,17 +84,17 @@ class KVCache:
         """Copy pages: to the host, on the device, then from the host."""
         for cache, host in zip(self._caches, self._host_caches, strict=False):
             if moves.swapped_out:
-                swap_blocks(cache, host, torch.tensor(moves.swapped_out))
+                swap_blocks(cache, host, torch.tensor(moves.swapped_out, device="cpu"))
         if copied := moves.copied:
             # A page that was copied from may be freed, allocated again and copied to in the same
             # step. Then the order matters, and a single launch has no order.
             ordered = {source for source, _ in copied} & {target for _, target in copied}
             for pairs in [[pair] for pair in copied] if ordered else [copied]:
                 for cache in self._caches:
-                    copy_blocks(cache, torch.tensor(pairs).to(cache.device))
+                    copy_blocks(cache, torch.tensor(pairs, device=cache.device))
         for cache, host in zip(self._caches, self._host_caches, strict=False):
             if moves.swapped_in:
-                swap_blocks(host, cache, torch.tensor(moves.swapped_in))
+                swap_blocks(host, cache, torch.tensor(moves.swapped_in, device="cpu"))
 
     def close(self) -> None:
         """Remove the cache from the model's layers and release its memory."""

@@ -82,7 +82,8 @@ class StateCache:
             count = len(layers)
             try:
                 states = torch.empty(count, slots, *shape, dtype=kind, device=device)
-                host = torch.empty(count, host_slots, *shape, dtype=kind, pin_memory=pinned)
+                shape = count, host_slots, *shape
+                host = torch.empty(shape, dtype=kind, device="cpu", pin_memory=pinned)
             except RuntimeError as error:  # raised by torch's allocators
                 size = state_bytes(model, dtype)
                 raise ValueError(
@@ -110,7 +111,7 @@ class StateCache:
         """
         if moves.copied and self._states:
             device = self._states[0].device
-            sources, targets = torch.tensor(moves.copied).t().contiguous().to(device)
+            sources, targets = torch.tensor(moves.copied, device=device).t().contiguous()
         for states, host in zip(self._states, self._host, strict=True):
             for source, target in moves.swapped_out:
                 for kept, state in zip(host[:, target], states[:, source], strict=True):
