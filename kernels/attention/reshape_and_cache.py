@@ -143,7 +143,8 @@ def store_in_torch(
         kept = (slots >= 0) & (slots < pages * page_size)
         slots, key, value = slots[kept], key[kept], value[kept]
     for cache, tokens, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
-        tokens = as_stored(tokens, cache.dtype, scale)
+        if tokens.dtype != cache.dtype:
+            tokens = as_stored(tokens, cache.dtype, scale)
         # index_copy_ does not support FP8.
         if cache.is_contiguous() and cache.dtype not in EIGHT_BITS:
             cache.view(pages * page_size, *cache.shape[2:]).index_copy_(0, slots, tokens)
@@ -158,7 +159,7 @@ def as_stored(tokens: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | No
         tokens = tokens.float() / (1 if scale is None else scale[:, None])
         tokens = tokens.clamp_(-limit, limit)
         tokens = tokens if dtype.is_floating_point else tokens.round_()
-    return tokens if tokens.dtype == dtype else tokens.to(dtype)
+    return tokens.to(dtype)
 
 
 def reshape_and_cache_triton(
