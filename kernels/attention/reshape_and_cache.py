@@ -159,7 +159,7 @@ def as_stored(tokens: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | No
         tokens = tokens.float() / (1 if scale is None else scale[:, None])
         tokens = tokens.clamp_(-limit, limit)
         tokens = tokens if dtype.is_floating_point else tokens.round_()
-    return tokens if tokens.dtype == dtype else tokens.to(dtype)
+    return tokens.to(dtype)
 
 
 def reshape_and_cache_triton(

@@ -58,7 +58,8 @@ def grouped_matmul(
     ``offsets[count]`` on are zeros. The launch depends only on shapes, so a CUDA graph can replay
     it. Eight-bit weights are multiplied as in
     :func:`~vllm_module.kernels.matmul.scaled_matmul.scaled_matmul`, and a row's bits depend on the
-    bucket of the number of rows in the same way.
+    bucket of the number of rows in the same way. Where the GPU does not multiply FP8, FP8 weights
+    of all experts are dequantized first.
 
     Args:
         x: ``[tokens, input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.
