@@ -229,6 +229,21 @@ print(*(name for name in ("torch._dynamo", "transformers") if name in sys.module
     assert done.stdout.split() == []
 
 
+def test_quantizing_per_tensor_imports_no_compiler() -> None:
+    """That import takes seconds; it kept the first model alive until a garbage collection."""
+    code = """
+import sys, torch
+from vllm_module.layers import MergedColumnParallelLinear
+from vllm_module.quantization import ONLINE, EightBitMethod
+layer = MergedColumnParallelLinear(4, [3, 5], bias=False, shard_names=["gate", "up"])
+layer.quantize(EightBitMethod(ONLINE["fp8_per_tensor"]))
+layer.load_weights({f"{name}.weight": torch.ones(n, 4) for name, n in (("gate", 3), ("up", 5))})
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
 @pytest.mark.parametrize("package", ["vllm_module", "vllm_module.weights"])
 def test_lazy_names_are_those_that_type_checkers_see(package: str) -> None:
     """The names of a package are the same when it runs and under TYPE_CHECKING, from one module."""

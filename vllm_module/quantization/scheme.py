@@ -67,12 +67,11 @@ class Scheme:
             shards = weight.shards[-2]
             scale = scale.unsqueeze(-1)
             if len(shards) > 1 or self.activations != "static":
-                leading = scale.shape[:-2]
-                each = (
-                    scale[..., i : i + 1, :].expand(*leading, shard.padded, 1)
-                    for i, shard in enumerate(shards)
-                )
-                scale = torch.cat(tuple(each), -2)
+                # Not torch.cat: on the meta device it imports torch's compiler.
+                rows = scale.new_empty((*scale.shape[:-2], weight.shape[-2], 1))
+                for i, shard in enumerate(shards):
+                    rows.narrow(-2, shard.offset, shard.padded).copy_(scale[..., i : i + 1, :])
+                scale = rows
         return scale, self.block_of(weight, scale)
 
     def block_of(self, weight: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
