@@ -256,8 +256,16 @@ def test_a_host_whose_command_fails(
     assert time.monotonic() - begin < host_watch.LINGER / 2
 
 
-def test_ranks_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are killed after some seconds, as one that is stopped has to be."""
+@pytest.fixture(autouse=True)
+def exited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The end of this process by a watch, whose command does not end, is noted in its place."""
+    exited = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda _: exited.set())
+    return exited
+
+
+def test_ranks_that_do_not_end(monkeypatch: pytest.MonkeyPatch, exited: threading.Event) -> None:
+    """They are killed after some seconds, and the command ends that waits outside of Python."""
     kill = os.kill
     monkeypatch.setattr(os, "kill", lambda pid, how: pid == os.getpid() or kill(pid, how))
     for name in ("BEAT", "GRACE", "LINGER"):
@@ -271,6 +279,7 @@ def test_ranks_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
         watch.ranks = lambda: [rank.pid]
         store.set(host_watch.beat_of(1), "left 1")
         assert rank.wait(10) == -signal.SIGKILL
+    assert exited.wait(10)
     watch.end(1)
 
 

@@ -108,6 +108,8 @@ class HostWatch:
                     for pid in self.ranks():
                         with suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
+                    if not self._stop.wait(LINGER):  # it waits outside of Python, for a store
+                        os._exit(1)
                 return
 
     def _name(self, other: int) -> str:
