@@ -89,4 +89,4 @@ def test_every_example_is_listed_and_run() -> None:
     """The folder's README has a line for each example, and there is a test of each above."""
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"small_checkpoint"}
     listed = re.findall(r"`python examples/(\w+)\.py`", (EXAMPLES / "README.md").read_text())
-    assert names == set(listed) == {*PRINTS, "grpo"}
+    assert names == set(listed) == {*PRINTS, "grpo", "ray_data", "ray_serve"}

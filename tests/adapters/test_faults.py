@@ -175,9 +175,9 @@ FAULTS = {
     "A and B swapped": ("adapters.adapter:LoRALayer.low_rank", swapped),
     "the scale twice": (
         "adapters.config:AdapterConfig.scale",
-        lambda right, *arguments: right(*arguments) ** 2,
+        lambda right, *arguments, **named: right(*arguments, **named) ** 2,
     ),
-    "no scale": ("adapters.config:AdapterConfig.scale", lambda right, *arguments: 1.0),
+    "no scale": ("adapters.config:AdapterConfig.scale", lambda right, *_, **__: 1.0),
     "another slot's A": ("adapters.adapter:LoRALayer.low_rank", other_slot),
     "a slot shifted": (
         "adapters.adapter:LoRALayer.low_rank",

@@ -79,7 +79,16 @@ def generate_late(llm: LLM, prompts: list[list[int]], **params: Any) -> list[lis
 def interrupt_close(llm: LLM) -> str | None:
     """Return why the engine has ended, after Ctrl-C while it is being closed."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    rounds = llm.executor.rounds
+    assert rounds is not None
+
+    def interrupt() -> None:
+        while not rounds._has_left:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         llm.close()
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ write_tokenizer, SMALL, greedy = (ASKING[name] for name in ("write_tokenizer", "
         ({"no_such_option": 1}, "LLM has no argument 'no_such_option'$"),
         ({"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'"),
         ({"quantisation": "fp8"}, "did you mean 'quantization'"),
-        ({"data_parallel_size": 2}, r"size=2\) of vLLM is not supported here: .*, or give 1$"),
+        ({"data_parallel_size": 2}, "data_parallel_rank says which of them"),
         ({"load_format": "h5"}, "load_format should be 'auto', 'sharded_state', 'safetensors'"),
         ({"speculative_config": {}}, "is not supported here: leave it out$"),
         ({"generation_config": "folder"}, "generation_config should be 'auto'"),
