@@ -60,7 +60,10 @@ def test_every_layer_is_held_to_the_laws() -> None:
 
 def test_every_architecture_is_held_to_the_laws() -> None:
     """Each registered architecture has its strategy, and a test of all laws on its class."""
-    assert sorted(architectures()) == supported_architectures()
+    # Tests that ran before in this process may have registered models of their own.
+    supported = supported_architectures()
+    shipped = [n for n in supported if model_class([n]).__module__.startswith("vllm_module.models")]
+    assert sorted(architectures()) == shipped
     files = [path.read_text() for path in (TESTS / "models").glob("test_*.py")]
     for architecture in architectures():
         name = model_class([architecture]).__name__
