@@ -133,6 +133,7 @@ def test_check(
     )
     assert (code, "has no 'x'" in err) == (1, True)
     scale = AdapterConfig.scale
+    # What check is to find: another factor than PEFT has.
     monkeypatch.setattr(AdapterConfig, "scale", lambda *a, **k: 1.1 * scale(*a, **k))
     code, out, _ = run(*given, one.adapter)
     assert (code, json.loads(out)["agrees"]) == (1, False)

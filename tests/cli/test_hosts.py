@@ -267,9 +267,10 @@ def exited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_ranks_that_do_not_end(monkeypatch: pytest.MonkeyPatch, exited: threading.Event) -> None:
     """They are killed after some seconds, and the command ends that waits outside of Python."""
     kill = os.kill
+    # Not the tests' own process, which is the command here.
     monkeypatch.setattr(os, "kill", lambda pid, how: pid == os.getpid() or kill(pid, how))
     for name in ("BEAT", "GRACE", "LINGER"):
-        monkeypatch.setattr(host_watch, name, 0.05)
+        monkeypatch.setattr(host_watch, name, 0.05)  # they last for up to ten seconds
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for number in range(2):
         store.set(host_watch.beat_of(number), "0")

@@ -17,7 +17,7 @@ from vllm_module.cooperative import moved, moving, receive_boxes, send_boxes
 from vllm_module.cooperative.nixl import FRAME
 from vllm_module.distributed import tensor_parallel
 from vllm_module.layers import MergedColumnParallelLinear
-from vllm_module.layout import TransferPlan
+from vllm_module.layout import Layout, TransferPlan
 from vllm_module.layout.messages import RELAYED
 from vllm_module.testing import random_weights
 
@@ -30,6 +30,24 @@ def fused(rank: int, size: int) -> MergedColumnParallelLinear:
         return MergedColumnParallelLinear(6, [8, 8], bias=True, shard_names=("gate", "up"))
 
 
+def received(plan: TransferPlan, source: Layout, weights: Any, transport: Any) -> list[Any]:
+    """Return what each rank of the target gets of two ranks of the source, which are threads."""
+    store, size = dist.HashStore(), 2 + plan.target_ranks
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        group = private_group(store, rank, size, torch.device("cpu"), timedelta(seconds=LIMIT))
+        if rank > 1:
+            return dict(receive_boxes(plan, group=group, timeout=LIMIT, transport=transport))
+        layer = fused(rank, 2)
+        layer.load_weights(weights)
+        parameters = dict(layer.named_parameters())
+        send_boxes(plan, source, parameters, group=group, timeout=LIMIT, transport=transport)
+        return {}
+
+    with ThreadPoolExecutor(size) as threads:
+        return [*threads.map(work, range(size))][2:]
+
+
 @pytest.mark.parametrize("transport", ["group", "nixl"])
 def test_a_slot_in_the_middle_of_a_parameter_is_sent(transport: Any) -> None:
     """The second slot of a rank's part begins where the first one ends."""
@@ -38,20 +56,7 @@ def test_a_slot_in_the_middle_of_a_parameter_is_sent(transport: Any) -> None:
     weights = random_weights(fused(0, 1).expected_weights(), seed=1)
     source = fused(0, 2).plan_weights(weights).layout(2)
     plan = TransferPlan(source, fused(0, 1).plan_weights(weights).layout(1))
-    store = dist.HashStore()
-
-    def work(rank: int) -> dict[str, torch.Tensor]:
-        group = private_group(store, rank, 3, torch.device("cpu"), timedelta(seconds=LIMIT))
-        if rank == 2:
-            return dict(receive_boxes(plan, group=group, timeout=LIMIT, transport=transport))
-        layer = fused(rank, 2)
-        layer.load_weights(weights)
-        parameters = dict(layer.named_parameters())
-        send_boxes(plan, source, parameters, group=group, timeout=LIMIT, transport=transport)
-        return {}
-
-    with ThreadPoolExecutor(3) as threads:
-        *_, arrived = threads.map(work, range(3))
+    (arrived,) = received(plan, source, weights, transport)
     assert arrived.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(arrived[name], tensor, rtol=0, atol=0)
@@ -82,27 +87,13 @@ def test_ranks_of_a_host_relay_to_each_other(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the two parts of a tensor each goes to one of two ranks, which passes it to the other."""
-    monkeypatch.setattr(moving, "NixlCarrier", OneProcess)
+    monkeypatch.setattr(moving, "NixlCarrier", OneProcess)  # the package is optional
     weights = random_weights(fused(0, 1).expected_weights(), seed=1)
     source = fused(0, 2).plan_weights(weights).layout(2)
     target = fused(0, 1).plan_weights(weights).layout(2)
     plan = TransferPlan(source, target, target_node=2)
     assert {(each.source, each.target) for each in plan.messages[RELAYED]} == {(0, 1), (1, 0)}
-    store = dist.HashStore()
-
-    def work(rank: int) -> dict[str, torch.Tensor]:
-        group = private_group(store, rank, 4, torch.device("cpu"), timedelta(seconds=LIMIT))
-        if rank > 1:
-            return dict(receive_boxes(plan, group=group, timeout=LIMIT, transport=transport))
-        layer = fused(rank, 2)
-        layer.load_weights(weights)
-        parameters = dict(layer.named_parameters())
-        send_boxes(plan, source, parameters, group=group, timeout=LIMIT, transport=transport)
-        return {}
-
-    with ThreadPoolExecutor(4) as threads:
-        *_, one, other = threads.map(work, range(4))
-    for arrived in (one, other):
+    for arrived in received(plan, source, weights, transport):
         torch.testing.assert_close(arrived, weights, rtol=0, atol=0)
 
 
