@@ -89,6 +89,18 @@ def interrupt_close(llm: LLM) -> str | None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
+    return _close_interrupted(llm)
+
+
+def interrupt_telling(llm: LLM) -> str | None:
+    """Do as ``interrupt_close``, before the other engines are told."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rounds: Any = llm.executor.rounds
+    rounds._tell = lambda *_: signal.raise_signal(signal.SIGINT)
+    return _close_interrupted(llm)
+
+
+def _close_interrupted(llm: LLM) -> str | None:
     try:
         llm.close()
     except KeyboardInterrupt:
@@ -150,8 +162,8 @@ def fail_in_steps(llm: LLM, stops: bool = False) -> None:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        generate, generate_late, interrupt_close, close_in_a_step, fork, wait_for_device, update,
-        experts, rounds, preemptions, fail_in_steps,
+        generate, generate_late, interrupt_close, interrupt_telling, close_in_a_step, fork,
+        wait_for_device, update, experts, rounds, preemptions, fail_in_steps,
     )
 }  # fmt: skip
 

@@ -216,7 +216,9 @@ def test_an_engine_that_nobody_holds_computes_for_the_others(folders: dict[str, 
         assert second.call("generate", PROMPTS) == of_one_engine(folders["mixtral"])
 
 
-@pytest.mark.parametrize("how", ["asleep", "interrupt_close", "close_in_a_step"])
+@pytest.mark.parametrize(
+    "how", ["asleep", "interrupt_close", "interrupt_telling", "close_in_a_step"]
+)
 def test_an_engine_closes_without_waiting(how: str, folders: dict[str, Path]) -> None:
     """One that sleeps or is in a step can take part in none, and Ctrl-C ends the wait."""
     with engines(folders["mixtral"]) as (first, second):

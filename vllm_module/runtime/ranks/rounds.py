@@ -184,14 +184,14 @@ class Rounds:
 
         It returns at once if this engine cannot compute steps, and after an interrupt.
         """
-        if self._over or not self._attended:
-            return
-        if not self._has_left:
-            self._has_left = True
-            self._tell(_LEFT, False)
         waited = 0.0
         try:
-            while self._attended and self._can_step() and (others := self._others()):
+            if self._attended and not self._over and not self._has_left:
+                self._has_left = True
+                self._tell(_LEFT, False)
+            while self._attended and not self._over and self._can_step():
+                if not (others := self._others()):
+                    return
                 with self._changed:
                     self._changed.wait(SLICE)
                 if waited < SILENCE <= waited + SLICE:
@@ -199,7 +199,7 @@ class Rounds:
                     _log.warning("taking part in steps until others are closed, too: %s", names)
                 waited += SLICE
         finally:
-            self._attended = False
+            self._attended = False  # whenever an interrupt comes, the next call waits no more
 
     def close(self) -> None:
         """End the connections to the other engines."""
