@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--loads", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -75,11 +76,12 @@ def main() -> None:
         plain: list[str | None] = [None] * given.requests
         before = generate(llm, prompts, plain, given.tokens)
         names = [f"adapter-{number}" for number in range(given.adapters)]
-        for number, name in enumerate(names):
+        loaded = names + [f"another-{number}" for number in range(given.loads - given.adapters)]
+        for number, name in enumerate(loaded):
             write_adapter(folder / name, config, given.rank, number)
         loads = {"load": [], "read": []}  # type: dict[str, list[float]]
         kept = []  # what was read, too: both take new memory
-        for number, name in enumerate(names):
+        for number, name in enumerate(loaded):
             file = folder / name / "adapter_model.safetensors"
 
             def read(file: Path = file) -> None:
