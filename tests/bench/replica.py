@@ -41,11 +41,11 @@ def load(model):
     return time.perf_counter() - begin, built
 
 from vllm_module.weights.stores import ranks
-answers = ranks._answers
+described = ranks._RANKS
 
 for line in sys.stdin:
     way, model = line.split()
-    ranks._answers = (lambda *_: False) if way == "first" else answers
+    ranks._RANKS = "none.json" if way == "first" else described
     seconds, built = load(model)
     digest = hashlib.sha256()
     for tensor in built.parameters():

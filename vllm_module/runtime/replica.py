@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
 import socket
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 _LAST = 1 << 16  # bytes that are copied when it is known that those before are of one version
 _CHANGED = "the server was closed, or the weights have changed"
 _CLIENTS = 64  # at once; the connections of others are closed
+_NICE = 10  # requests of the engine come first
 _IDLE = 30.0  # seconds that a client may take for a request or for a part of an answer
 MODEL, RANKS = "model.safetensors", "ranks.json"
 _OF_FILES = (".index.json", "digests.json")  # of the folder's weights, which may be others by now
@@ -192,6 +194,8 @@ class _Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        if sys.platform == "linux":  # where priorities are those of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             super().process_request_thread(request, client_address)
         finally:
