@@ -78,7 +78,7 @@ def generate_late(llm: LLM, prompts: list[list[int]], **params: Any) -> list[lis
 
 def interrupt_close(llm: LLM) -> str | None:
     """Return why the engine has ended, after Ctrl-C while it is being closed."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_interrupts()
     rounds = llm.executor.rounds
     assert rounds is not None
 
@@ -94,10 +94,16 @@ def interrupt_close(llm: LLM) -> str | None:
 
 def interrupt_telling(llm: LLM) -> str | None:
     """Do as ``interrupt_close``, before the other engines are told."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_interrupts()
     rounds: Any = llm.executor.rounds
     rounds._tell = lambda *_: signal.raise_signal(signal.SIGINT)
     return _close_interrupted(llm)
+
+
+def _take_interrupts() -> None:
+    """Take Ctrl-C as a script does; the process that this one is forked from may block it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _close_interrupted(llm: LLM) -> str | None:

@@ -230,7 +230,9 @@ def test_an_engine_closes_without_waiting(how: str, folders: dict[str, Path]) ->
         first.close()
         assert first.hear() == "closed"
         answer = second.call("generate", PROMPTS)
-        assert "RankError: engine 0 of 2 (data_parallel_rank 0) has ended" in answer
+        # Maybe found before the call, by the thread that takes part in rounds of others.
+        assert answer.startswith("RankError: ")
+        assert "engine 0 of 2 (data_parallel_rank 0) has ended" in answer
         second.close()
         assert second.hear() == "closed"
 
