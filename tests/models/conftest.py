@@ -26,7 +26,7 @@ FIRST_SEEDS = {
 WITHIN = 1e-4  # tolerance of each logit, in float32
 
 # Layers are tested against the laws with more examples. Models only wire them together.
-settings.register_profile("models", settings.get_profile("ci"), max_examples=3)
+settings.register_profile("models", settings.get_profile("ci"), max_examples=2)
 
 # runpy, because pytest's importlib mode has no imports between test files.
 _one_rank = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))
