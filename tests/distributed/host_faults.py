@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-NETWORK = runpy.run_path(str(Path(__file__).with_name("two_hosts.py")))["NETWORK"]
+TWO_HOSTS = runpy.run_path(str(Path(__file__).with_name("two_hosts.py")))
 LIMIT = 60.0  # seconds in which all others have to end; all limits of the product are below
 START_LIMIT = 240.0  # seconds until the moment of the fault; a busy machine may take them
 TOKENS = 400  # of `generate`; fewer where a link is slow
@@ -58,10 +58,12 @@ class Hosts:
         tmp = str(folder / "disk")
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "TMPDIR": tmp,
-            "HOST_OF_DRAW": f"{self.tag}:{host}", "GLOO_SOCKET_IFNAME": ("here", "there")[host],
+            "HOST_OF_DRAW": f"{self.tag}:{host}",
             "MARKS": str(folder / "marks"), "XDG_CACHE_HOME": tmp, "VLLM_MODULE_ADMIN_KEY": "key",
             "PYTHONPATH": f"{self.directory / 'plugin'}:{os.environ.get('PYTHONPATH', '')}",
         }  # fmt: skip
+        if draw["way"] == "program":  # torchrun leaves it to gloo, which asks for the host's name
+            environment["GLOO_SOCKET_IFNAME"] = ("here", "there")[host]
         within = ("ip", "netns", "exec", "other") if host else ("unshare", "--mount")
         shell = f'mount --bind "{folder / "shm"}" /dev/shm; exec "$@"'
         out = "disk/out" if draw["fault"] == "full disk" else "out"
@@ -74,7 +76,8 @@ class Hosts:
 
     def _words(self, host: int) -> list[str]:
         draw = self.draw
-        meet = {"nnodes": 2, "node-rank": host, "master-addr": "10.99.0.1", "master-port": 29501}
+        first = "fd00::1" if draw["ipv6"] else "10.99.0.1"
+        meet = {"nnodes": 2, "node-rank": host, "master-addr": first, "master-port": 29501}
         options = [f"--{name}={value}" for name, value in meet.items()]
         if draw["way"] == "program":
             program = str(Path(__file__).with_name("hosts_program.py"))
@@ -199,7 +202,10 @@ def fail(hosts: Hosts) -> None:
         case "^C":
             os.killpg(hosts.started[host].pid, signal.SIGINT)
         case "cut link":
-            run("ip", "link", "set", "here", "down")
+            # A host keeps its address when a cable is cut, but not one of IPv6 when its own
+            # interface is switched off; host 0 would not reach its own store any more.
+            within = ("-n", "other") if draw["ipv6"] else ()
+            run("ip", *within, "link", "set", "there" if draw["ipv6"] else "here", "down")
         case "slow link":
             slow = ("root", "tbf", "rate", "4mbit", "burst", "32k", "latency", "2s")
             run("tc", "qdisc", "add", "dev", "here", *slow)
@@ -240,7 +246,8 @@ def wait_for_moment(hosts: Hosts) -> bool:
 
 
 def main(directory: Path, draw: dict[str, Any]) -> None:
-    for command in NETWORK.strip().splitlines():
+    network = TWO_HOSTS["NETWORK_OF_IPV6" if draw["ipv6"] else "NETWORK"]
+    for command in network.strip().splitlines():
         run(*command.split())
     hosts, found = Hosts(directory, draw), {}
     hosts.prepare()

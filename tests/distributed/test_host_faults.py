@@ -38,7 +38,7 @@ KINDS = {
 PAIRS = [(fault, moment) for fault, moments in KINDS.items() for moment in moments]
 # Ranks of a stage, stages, and whether experts are spread over ranks.
 LAYOUTS = [(2, 1, False), (1, 2, False), (2, 1, True), (2, 2, False)]
-FEW = [6, 14]  # draws of a program, whose answers have 8 tokens
+FEW = [14, 91]  # the second over IPv6; answers of a program have 8 tokens
 WRONG = ("another entry of config.json", "another value", "a file cut short", "no file")
 PLUGIN = {
     "slow_model.py": """
@@ -89,6 +89,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "seed": seed, "fault": fault, "moment": moment, "host": draw.randrange(2), "way": way,
         "tp": tp, "pp": pp, "experts": experts, "which": which, "delay": delay,
         "timeout": timeout, "step_timeout": 8.0, "wrong": draw.choice(wrong), "comes": comes,
+        "ipv6": seed % 5 == 1,
     }  # fmt: skip
 
 
@@ -211,7 +212,7 @@ def names(draw: dict[str, Any], at: int, text: str) -> bool:
     ranks = [at * per_host + each for each in range(per_host)]
     said = re.findall(r"rank (\d+)", text)
     by_host = re.search(rf"host {at} \(|host {at} (did|has)", text)
-    by_address = at == 0 and "10.99.0.1:29501" in text
+    by_address = at == 0 and ("10.99.0.1:29501" in text or "fd00::1:29501" in text)
     return bool(by_host or by_address or any(int(rank) in ranks for rank in said))
 
 

@@ -17,6 +17,10 @@ BEAT = 1.0  # seconds
 SILENCE = 30.0  # seconds after which a host that says nothing is given up
 GRACE = 5.0  # seconds that ranks have to tell more than that another host has ended
 _HOSTS_A_BEAT = 128  # of more hosts each asks less often: host 0 answers all
+_CUT_OFF = (
+    "this host does not reach its own store, in which the hosts meet (--master-addr): its link is "
+    "down, or the process of the command hangs"
+)
 LINGER = 10.0  # seconds that ranks have to end, and for which host 0's store serves at the end
 
 
@@ -96,7 +100,7 @@ class HostWatch:
         while not self._stop.wait(BEAT):
             problem = self._problem
             if not problem and time.monotonic() - self._answered > SILENCE:
-                problem = _silent(self._name(0))
+                problem = _silent(self._name(0)) if self._number else _CUT_OFF
             if not problem or self._stop.wait(GRACE):
                 continue
             # All hosts, or this one alone, may have been stopped and go on.

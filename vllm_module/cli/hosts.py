@@ -24,6 +24,7 @@ import typer
 
 from vllm_module.base.messages import describe_error, printable
 from vllm_module.cli.host_watch import LINGER, HostWatch, beat_of
+from vllm_module.cli.interfaces import interface_to
 from vllm_module.cli.options import Options, RankOptions
 from vllm_module.cli.output import CommandError, announce, plural
 from vllm_module.cli.ranks import under_torchrun
@@ -261,6 +262,8 @@ def _launch(
     # The ranks of a host share its cores, as those do that an engine starts.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ[_LAUNCHER] = str(os.getpid())
+    if interface := interface_to(hosts.master_addr, hosts.master_port):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     meeting = RendezvousParameters(
         "static",
         f"{hosts.master_addr}:{hosts.master_port}",
