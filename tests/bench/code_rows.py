@@ -3,10 +3,10 @@
     python tests/bench/code_rows.py [--out tests/bench/results/code_rows.json]
 
 Products of the sizes of the 58M shape's and Qwen3-0.6B's layers, beside float32 and what torch has
-for such weights. Then tokens of an engine with the 58M shape: float32, and each way of quantizing
-with weights that are dequantized before each product ("before") and with their codes ("after"), in
-turns. A figure is printed only if products are within their bound of the dequantized weight's in
-float64, and both ways give the same tokens.
+for such weights. Then tokens of an engine with the 58M shape, or another: float32, and each way of
+quantizing with weights that are dequantized before each product ("before") and with their codes
+("after"), in turns. A figure is printed only if products are within their bound of the dequantized
+weight's in float64, and both ways give the same tokens.
 """
 
 from __future__ import annotations
@@ -184,10 +184,9 @@ def _by_codes(product: Product, x: torch.Tensor) -> torch.Tensor:
         return product(x)
 
 
-def engines(folder: Path, n: int, requests: int, tokens: int) -> dict[str, Any]:
+def engines(folder: Path, shape: str, n: int, requests: int, tokens: int) -> dict[str, Any]:
     """Return tokens a second of engines that take turns."""
-    config = SHAPES["58M"]
-    plain = write_qwen3(folder / "plain", values=plausible, **config)
+    plain = write_qwen3(folder / "plain", values=plausible, **SHAPES[shape])
     blocks = gguf_of(plain, folder)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 32000) for _ in range(8)] for _ in range(requests)]
@@ -241,6 +240,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 32])
+    parser.add_argument("--shape", choices=SHAPES, default="58M")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
@@ -258,8 +258,10 @@ def main() -> None:
         print(f"{rows} rows, two of eight experts of 512x1536, medians: {middle}", flush=True)
     for requests in arguments.requests:
         with tempfile.TemporaryDirectory() as directory:
-            found = engines(Path(directory), arguments.rounds, requests, arguments.tokens)
-        results[f"58M, {requests} requests"] = found
+            found = engines(
+                Path(directory), arguments.shape, arguments.rounds, requests, arguments.tokens
+            )
+        results[f"{arguments.shape}, {requests} requests"] = found
         medians = {k: round(v["median"], 1) for k, v in found["tokens_per_second"].items()}
         print(f"{requests} requests: {medians}")
         print({name: shown(each) for name, each in found["ratios"].items()}, flush=True)
