@@ -68,10 +68,19 @@ class StoredConfig(BaseModel):
     def rules(self) -> Rules:
         raise NotImplementedError
 
-    def _first(self, *entries: str, default: str) -> tuple[str, str]:
-        """Return which of ``entries`` goes before the others, and its text in small letters."""
+    def _packing(self, entries: tuple[str, ...], of: tuple[str, ...]) -> str:
+        """Return, in small letters, the first of ``entries`` that is there, else ``of[0]``.
+
+        Raises ``UnsupportedModelError`` for one that is not in ``of``.
+        """
         entry = next((each for each in entries if getattr(self, each)), entries[0])
-        return entry, str(getattr(self, entry) or default).lower()
+        form = str(getattr(self, entry) or of[0]).lower()
+        if form not in of:
+            raise UnsupportedModelError(
+                f"quantization_config.{entry} of config.json: expected {' or '.join(of)}, "
+                f"got {form!r:.100}, which packs weights in another order: convert it"
+            )
+        return form
 
 
 def _ignored(*lists: _Names) -> list[Rule]:
@@ -264,10 +273,7 @@ class GPTQConfig(_Settings):
     modules_in_block_to_quantize: list[list[str] | str] | None = None
 
     def rules(self) -> Rules:
-        entry, form = self._first("checkpoint_format", "format", default="gptq")
-        if form not in ("gptq", "gptq_v2"):
-            expected = "gptq or gptq_v2 (others are reordered for one kernel: convert it back)"
-            raise unsupported(entry, expected, repr(form))
+        form = self._packing(("checkpoint_format", "format"), of=("gptq", "gptq_v2"))
         layout = GPTQ_V2
         if form == "gptq":
             layout = GPTQ_OF_WORDS if self._is_of_gptqmodel() else GPTQ
@@ -312,10 +318,7 @@ class AWQConfig(StoredConfig):
 
     def rules(self) -> Rules:
         # AutoAWQ calls it version, transformers 5 format, and GPTQModel checkpoint_format.
-        entry, form = self._first("checkpoint_format", "version", "format", default="gemm")
-        if form not in ("gemm", "gemv"):
-            expected = "gemm or gemv (others pack weights in another order: convert it)"
-            raise unsupported(entry, expected, repr(form))
+        form = self._packing(("checkpoint_format", "version", "format"), of=("gemm", "gemv"))
         size = None if self.group_size == -1 else self.group_size
         method = PackedMethod(AWQ, 4, size, symmetric=False)
         if form == "gemv":
