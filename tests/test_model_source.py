@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -13,6 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig
 
 from vllm_module import LLM, ModelConfig, SamplingParams
 from vllm_module.build.model_source import ModelSource, build_model, read_config
@@ -183,6 +185,18 @@ def test_without_a_dtype_it_is_that_of_the_weights(tmp_path: Path, dtype: torch.
     tensors = {"a.position_ids": torch.arange(3), "b": torch.zeros(1, dtype=dtype)}
     folder = write_checkpoint(tmp_path / "saved", tensors, config=entries)
     assert ModelSource.find(ModelConfig(model=str(folder))).dtype == dtype
+
+
+def test_the_dtype_of_either_entry_is_the_one_of_transformers(tmp_path: Path) -> None:
+    """Older files call it ``torch_dtype``; some have both, or null. Else it is the weights'."""
+    folder = write_checkpoint(tmp_path / "saved", {"a": torch.zeros(1)}, config=CONFIG)
+    given = [{}, {"dtype": None}, {"dtype": "float16"}, {"dtype": "bfloat16"}]
+    for new, old in itertools.product(given, given):
+        entries = {name: value for name, value in CONFIG.items() if name != "dtype"}
+        entries |= new | {f"torch_{name}": value for name, value in old.items()}
+        (folder / "config.json").write_text(json.dumps(entries | {"model_type": "llama"}))
+        expected = AutoConfig.from_pretrained(folder).dtype or torch.float32
+        assert ModelSource.find(ModelConfig(model=str(folder))).dtype == expected, (new, old)
 
 
 def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -449,6 +450,24 @@ def test_a_nested_configuration_is_lifted() -> None:
     assert (config.tie_word_embeddings, config.head_dim, config.num_key_value_heads) == (True, 4, 2)
     with pytest.raises(ValueError, match="text_config should be an object, got 3"):
         Nested(**outer, text_config=3)
+
+
+@pytest.mark.parametrize("stored", ["sliding_window", "window"])
+@pytest.mark.parametrize("nested", ["text_config", None])
+def test_null_is_as_absent_in_a_nested_configuration(nested: str | None, stored: str) -> None:
+    """So an entry is that of the text model, else the outer one, else the default."""
+
+    class Nested(HFConfig):
+        nested_config = nested
+        attribute_map = {"sliding_window": "window"}
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 5}
+    ways: list[dict[str, int | None]] = [{}, {stored: None}, {stored: 3}, {stored: 4}]
+    for outer, inner in itertools.product(ways, ways):
+        config = Nested(architectures=["X"], **sizes, **outer, text_config=inner)
+        given = (inner.get(stored) if nested else None) or outer.get(stored)
+        assert config.sliding_window == given, (outer, inner)
+        assert config.num_key_value_heads == 2
 
 
 class Experts(vLLMModule):

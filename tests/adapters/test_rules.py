@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import peft
 import pytest
+import torch
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from vllm_module.adapters import adapter_config
+from vllm_module import vLLMModule
+from vllm_module.adapters import Adapter, adapter_config
+from vllm_module.layers import MergedColumnParallelLinear
 
 MODULES = [
     "lm_head",
@@ -91,3 +95,32 @@ def test_targets(targets: Any, excluded: Any, layers: dict[str, Any]) -> None:
     for module in MODULES:
         chosen = bool(check_target_module_exists(theirs, module))
         assert ours.targets(module) == chosen, module
+
+
+class Fused(vLLMModule):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.fused = MergedColumnParallelLinear(4, [3, 5], bias=False, shard_names=[*names])
+
+
+@torch.no_grad()
+def test_slots_have_their_own_scales_whatever_their_names_have_in_common() -> None:
+    """One name is the end of the other, its beginning or a part; the adapter has either or both."""
+    x = torch.rand(2, 4)
+    for names in itertools.permutations(["proj", "up_proj", "proj_up", "up", "1", "11"], 2):
+        base, alphas = Fused(*names), dict(zip(names, (3, 7), strict=True))
+        for present in (names, names[:1], names[1:]):
+            expected, weights = torch.zeros(2, 8), {}
+            for name, part in zip(names, expected.split([3, 5], 1), strict=True):
+                if name in present:
+                    a, b = torch.rand(2, 4), torch.rand(part.shape[1], 2)
+                    weights |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
+                    part.copy_(x @ a.T @ b.T * alphas[name] / 2)
+            entries = {"target_modules": [*present], "alpha_pattern": alphas}
+            adapter = Adapter(base, adapter_config({"r": 2, "lora_alpha": 1} | entries, "a"))
+            adapter.load(weights)
+            (layer,) = adapter.layers()
+            found, low = torch.zeros(2, 8), layer.low_rank()
+            low.add(x, found)
+            torch.testing.assert_close(found, expected)
+            assert len(low.parts) == len(present)

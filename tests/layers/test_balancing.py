@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations, product
+from itertools import combinations, combinations_with_replacement, permutations, product
 
 import pytest
 from hypothesis import given
@@ -95,6 +95,18 @@ def test_little_moves() -> None:
     after = balanced_placement([9, 9, 9, 1, 1, 1], 2, before)
     (first, second) = (at for at in range(6) if before[at] != after[at])
     assert (after[first], after[second]) == (before[second], before[first])
+
+
+def test_nothing_moves_that_does_not_help() -> None:
+    """Of few experts with few different counts, many placements are equally good."""
+    for number, size in product(range(1, 5), range(1, 4)):
+        for counts in combinations_with_replacement([0.0, 1.0, 2.0], number):
+            for before in permutations(range(number)):
+                for copies in ((), before[:1] if size > 1 else ()):
+                    held = before + copies
+                    after = balanced_placement(counts, size, held)
+                    most = [max(rank_loads(each, counts, size)) for each in (held, after)]
+                    assert after == held or most[1] < most[0], (counts, size, held, after)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from vllm_module.parameters import (
     PerSlotVectorParameter,
     PerTensorScaleParameter,
     PerTensorTableParameter,
+    RankedColumnParameter,
     Slot,
 )
 from vllm_module.testing import parameter_layouts, tp_sizes
@@ -281,3 +283,30 @@ def test_zeros_follow_a_table_that_is_stored_shorter() -> None:
             source = piece.source if piece.order is None else piece.order.restore(piece.source)
             read_into(source, piece.target)
     assert parameter.tolist() == [1, 2, 0, 0, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_zeros_follow_a_slot_of_a_smaller_rank(number: int) -> None:
+    """For all ranks of the slots, cut or not; nothing else is written before a tensor is read."""
+    for size, ranks in product((1, 2), product((1, 2, 3), repeat=number)):
+        stored = [torch.rand(4, each) + 1 for each in ranks]
+        for tp_rank in range(size):
+            parts = (each.chunk(size)[tp_rank] for each in stored)
+            most = max(ranks)
+            expected = torch.cat([F.pad(part, (0, most - part.shape[1])) for part in parts])
+            parameter = RankedColumnParameter(
+                Dim(tuple(Slot(f"slot{at}", 4, size) for at in range(number))),
+                ranks=ranks,
+                tp_rank=tp_rank,
+                tp_size=size,
+                dtype=torch.float32,
+            ).materialize_on("cpu")
+            assert torch.equal(parameter.isnan(), expected != 0)
+            for slot, tensor in zip(parameter.slots, stored, strict=True):
+                assert parameter.accepts(slot, tensor.shape)
+                assert not parameter.accepts(slot, F.pad(tensor, (0, 1)).shape)
+                for source, target in parameter.cut(tensor, slot):
+                    read_into(source, target)
+                part = tensor.chunk(size)[tp_rank]
+                assert torch.equal(parameter.region(slot), part)
+            assert torch.equal(parameter, expected)

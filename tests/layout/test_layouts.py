@@ -363,48 +363,6 @@ def test_the_same_element_on_a_rank_twice_is_refused() -> None:
     assert f"{q['parameter']} on rank 0" in str(caught.value)
 
 
-@pytest.mark.parametrize("gap", [None, 0, 40])
-def test_the_ranges_of_a_rank_are_all_that_it_needs(tmp_path: Path, gap: int | None) -> None:
-    """A load of a file with nothing outside of the ranges gives the same tensors.
-
-    Without gaps, the ranges have exactly the bytes that the rank keeps.
-    """
-
-    def build(rank: int) -> vLLMModule:
-        with tensor_parallel(rank=rank, size=4):
-            return TREE["Model"](blocks=1)
-
-    weights = {
-        name: torch.randn(tensor.shape).to(tensor.dtype)
-        for name, tensor in build(0).expected_weights().items()
-    }
-    weights["blocks.0.mlp.down_proj.weight"] = torch.randn(8, 12)
-    save_file(weights, tmp_path / "model.safetensors")
-    data = (tmp_path / "model.safetensors").read_bytes()
-    header = 8 + int.from_bytes(data[:8], "little")
-    with open_checkpoint(tmp_path) as checkpoint:
-        plan = build(0).plan_weights(dict(checkpoint.items()))
-        for rank in range(4):
-            ranges = plan.ranges(rank, gap)
-            other = bytearray(b"\xff" * len(data))
-            other[:header] = data[:header]
-            for file, begin, end in ranges:
-                assert file == tmp_path / "model.safetensors"
-                other[begin:end] = data[begin:end]
-            if gap == 0:
-                kept = sum(read.nbytes for read in plan.of_rank(rank).reads())
-                assert sum(end - begin for _, begin, end in ranges) == kept
-            folder = tmp_path / f"{rank}"
-            folder.mkdir()
-            (folder / "model.safetensors").write_bytes(other)
-            one, whole = build(rank), build(rank)
-            with open_checkpoint(folder) as part:
-                one.load_weights(dict(part.items()))
-            whole.load_weights(weights)
-            for name, tensor in one.state_dict().items():
-                assert torch.equal(tensor, whole.state_dict()[name]), f"{name} on rank {rank}"
-
-
 @pytest.mark.parametrize("packed", [1, 2, 8])
 def test_owners_of_an_element_of_any_expert(packed: int) -> None:
     """Each element is counted by hand: experts in their order, and values in their elements."""

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, ModelConfig, get_model
 from vllm_module.build import registry
 from vllm_module.build.model_source import build_model
+from vllm_module.build.stages import divide
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import PipelineStage, pipeline_parallel, run_ranks
 from vllm_module.errors import ShardingError, UnexpectedWeightError, UnsupportedModelError
@@ -242,6 +244,53 @@ def test_a_wrong_name_is_refused_by_the_stage_that_should_have_it() -> None:
     weights = {"model.layers.2.self_attn.q_proj.weight": torch.ones(2)}
     for model in (first, last):
         assert [each.name for each in model.plan_weights(weights).report.unexpected] == [*weights]
+
+
+class Deep(vLLMModule):
+    """As many layers as wanted, between an embedding and a head, which may be tied to it."""
+
+    divided_layers = "inner.layers"
+
+    def __init__(self, layers: int, *, tied: bool) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.table = nn.Embedding(2, 1, device="meta")
+        self.inner.layers = nn.ModuleList(nn.Linear(1, 1, device="meta") for _ in range(layers))
+        self.inner.norm = nn.LayerNorm(1, device="meta")
+        self.head = nn.Linear(1, 2, bias=False, device="meta")
+        if tied:
+            self.head.weight = self.inner.table.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_part_is_on_its_stage_and_the_others_name_it(tied: bool) -> None:
+    """For each number of layers on each number of stages, of which the last has the fewest."""
+    for count in range(1, 9):
+        for size in range(1, count + 1):
+            holds: dict[str, list[int]] = {}
+            named: dict[str, set[str]] = {}
+            for rank in range(size):
+                model = Deep(count, tied=tied)
+                divide(model, PipelineStage(rank, size))
+                parts = dict(model.inner.layers.named_children())
+                parts |= {"table": model.inner.table, "norm": model.inner.norm, "head": model.head}
+                for name, part in parts.items():
+                    reason = getattr(part, "held_elsewhere", "")
+                    named.setdefault(name, set()).update([reason] if reason else [])
+                    holds.setdefault(name, []).extend([] if reason else [rank])
+            first, last, both = [0], [size - 1], sorted({0, size - 1})
+            assert [holds.pop(name) for name in ("table", "norm", "head")] == (
+                [both, last, both] if tied else [first, last, last]
+            )
+            owners = [rank for ranks in holds.values() for rank in ranks]  # of layers
+            assert len(owners) == count
+            assert owners == sorted(owners)
+            numbers = [owners.count(rank) for rank in range(size)]
+            assert max(numbers) - numbers[-1] < 2
+            assert min(numbers) == numbers[-1]
+            holds |= {"table": first, "norm": last, "head": last}
+            for name, reasons in named.items():
+                assert reasons <= {f"pipeline stage {holds[name][0]} of {size} holds it"}
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,8 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from vllm_module import vLLMModule
+from vllm_module.core.plan import LoadPlan
 from vllm_module.core.run import execute
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import (
@@ -19,10 +23,11 @@ from vllm_module.errors import (
     WeightLoadError,
     WeightReadError,
 )
-from vllm_module.layers import RMSNorm
+from vllm_module.layers import MergedColumnParallelLinear, RMSNorm
 from vllm_module.testing import failing_reads
 from vllm_module.testing.checkpoints import assert_same_state, state
-from vllm_module.weights import PIECE_BYTES, reader_threads, staging_buffers
+from vllm_module.weights import PIECE_BYTES, open_checkpoint, reader_threads, staging_buffers
+from vllm_module.weights.region import Region
 
 tree = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tree.py"))))
 
@@ -200,3 +205,90 @@ def test_running_a_plan_checks_what_planning_does_not_look_at() -> None:
         assert plan.report.skipped == {"bias": "it has none"}
         with nullcontext() if fits else pytest.raises(WeightLoadError, match="expected zeros"):
             execute(plan)
+
+
+class Guessed(vLLMModule):
+    """A module with a tensor of each kind: typed, plain, a buffer, and zeros that it lacks."""
+
+    zero_weights = {"bias": "it has none"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged = MergedColumnParallelLinear(4, [3, 5], bias=False, shard_names=["a", "b"])
+        self.plain = nn.BatchNorm1d(4)
+
+
+def outcome(plan: LoadPlan) -> tuple[str, dict[str, torch.Tensor]]:
+    """Run a plan; return what was refused, and what its module holds."""
+    try:
+        execute(plan)
+    except WeightLoadError as error:
+        return str(error), {}
+    return "", state(plan.module)
+
+
+def test_a_plan_made_again_does_what_a_new_plan_does() -> None:
+    """Whatever decides in the values, of the first weights or of those after them."""
+    shapes = {name: each.shape for name, each in Guessed().expected_weights().items()}
+    fine = {
+        name: torch.ones((), dtype=torch.int64) if not shape else torch.rand(shape)
+        for name, shape in shapes.items()
+    } | {"bias": torch.zeros(4)}
+    changes: dict[str, dict[str, torch.Tensor]] = {"fine": {}, "no zeros": {"bias": torch.ones(4)}}
+    changes |= {f"NaN in {name}": {name: fine[name] * math.nan} for name in ("a.weight", "bias")}
+    changes |= {f"no {name}": {name: fine[name].to("meta")} for name in ("b.weight", "plain.bias")}
+    changes["others"] = {name: each + 1 for name, each in fine.items() if name != "bias"}
+    for first in changes.values():
+        kept = Guessed().plan_weights(
+            {name: Region.of(name, each) for name, each in (fine | first).items()}
+        )
+        for what, change in changes.items():
+            weights = fine | change
+            refused, held = outcome(Guessed().plan_weights(weights))
+            assert bool(refused) == (what not in ("fine", "others")), what
+            again, holds = outcome(kept.again(weights))
+            assert again == refused
+            assert_same_state(holds, held, f"of {what}")
+        assert all(each.is_meta for each in kept.module.merged.parameters())
+
+
+@pytest.mark.parametrize("gap", [None, 0, 40])
+def test_the_ranges_of_a_rank_are_all_that_it_needs(tmp_path: Path, gap: int | None) -> None:
+    """A load of a file with nothing outside of the ranges gives the same tensors.
+
+    Without gaps, the ranges have exactly the bytes that the rank keeps.
+    """
+
+    def build(rank: int) -> vLLMModule:
+        with tensor_parallel(rank=rank, size=4):
+            return tree.Model(blocks=1)
+
+    weights = {
+        name: torch.randn(tensor.shape).to(tensor.dtype)
+        for name, tensor in build(0).expected_weights().items()
+    }
+    weights["blocks.0.mlp.down_proj.weight"] = torch.randn(8, 12)
+    save_file(weights, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    with open_checkpoint(tmp_path) as checkpoint:
+        plan = build(0).plan_weights(dict(checkpoint.items()))
+        for rank in range(4):
+            ranges = plan.ranges(rank, gap)
+            other = bytearray(b"\xff" * len(data))
+            other[:header] = data[:header]
+            for file, begin, end in ranges:
+                assert file == tmp_path / "model.safetensors"
+                other[begin:end] = data[begin:end]
+            if gap == 0:
+                kept = sum(read.nbytes for read in plan.of_rank(rank).reads())
+                assert sum(end - begin for _, begin, end in ranges) == kept
+            folder = tmp_path / f"{rank}"
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(other)
+            one, whole = build(rank), build(rank)
+            with open_checkpoint(folder) as part:
+                one.load_weights(dict(part.items()))
+            whole.load_weights(weights)
+            for name, tensor in one.state_dict().items():
+                assert torch.equal(tensor, whole.state_dict()[name]), f"{name} on rank {rank}"

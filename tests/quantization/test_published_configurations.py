@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from transformers import AwqConfig, GPTQConfig
 
 from vllm_module.quantization import rules_for
+from vllm_module.quantization.packed import PackedMethod
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _PACKED = {
@@ -96,3 +99,25 @@ def test_each_group_may_have_a_format_of_its_own() -> None:
         alone = {key: value for key, value in groups[name].items() if key != "format"}
         one = rules_for(None, {**_PACKED, "format": form, "config_groups": {name: alone}})
         assert one.rules[-1] in mixed.rules
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_the_format_is_the_one_that_transformers_reads(method: str) -> None:
+    """It has up to three entries, in small or capital letters: each alone, and those that differ.
+
+    Null is as absent.
+    """
+    names = ("checkpoint_format", "format", *(() if method == "gptq" else ("version",)))
+    values = ["gptq", "gptq_v2", "GPTQ_V2"] if method == "gptq" else ["gemm", "GEMV", "gemv"]
+    read = {"gptq": GPTQConfig, "awq": AwqConfig}[method].from_dict
+    known = {"gptq": "GPTQ", "gptq_v2": "GPTQ v2", "gemm": "AWQ", "gemv": "AWQ GEMV"}
+    for chosen in itertools.product([None, *values], repeat=len(names)):
+        entries = {"bits": 4, "group_size": 128, "quant_method": method}
+        given = {name: value for name, value in zip(names, chosen, strict=True) if value}
+        expected = known[str(read(entries | given).format)]
+        for absent in ({}, dict.fromkeys(names)):
+            rules = rules_for(None, entries | absent | given)
+            assert rules is not None
+            found = rules.rule_of("model.layers.0.mlp.up_proj")[1]
+            assert isinstance(found, PackedMethod)
+            assert found.format.name == expected, given

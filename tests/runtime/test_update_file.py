@@ -17,7 +17,6 @@ from vllm_module import LLM, SamplingParams
 from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
 from vllm_module.weights import find_changes, open_update, write_update
 from vllm_module.weights.changes import Changes
-from vllm_module.weights.handle import TensorHandle
 
 servers: Any = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "stores_server.py"))
 TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
@@ -130,84 +129,6 @@ def test_a_web_server(folder: Path, llm: LLM, tmp_path: Path) -> None:
         assert llm.digest().tensors == fresh.digest().tensors
 
 
-def test_bits_of_the_file(tmp_path: Path) -> None:
-    """Another reader finds steps of a byte and values; other dtypes come back bit for bit."""
-    old = torch.zeros(30, 40, dtype=torch.bfloat16)
-    new = old.clone()
-    new.view(-1)[torch.tensor([3, 7, 255])] = torch.tensor([1.0, -0.0, 2.0]).bfloat16()
-    far = Changes(torch.tensor([2, 70_000]), torch.tensor([3, -4], dtype=torch.int8), (90_000,))
-    weights = {"w": find_changes(old, new), "far": far, "none": find_changes(old, old)}
-    path = tmp_path / "u.safetensors"
-    write_update(path, weights | {"whole": old.T}, version="b", after="a", digests=True)
-    with safe_open(path, "pt") as file:
-        assert file.metadata()["format"] == "pt"
-        assert file.get_tensor("steps/w").tolist() == [3, 4, 248]
-        assert file.get_tensor("steps/w").dtype == torch.uint8
-        assert file.get_tensor("steps/far").dtype == torch.int32
-        assert file.get_tensor("whole").shape == (40, 30)
-    with open_update(path) as update:
-        assert sorted(update) == ["far", "none", "w", "whole"]
-        assert len(update) == 4
-        assert (update.version, update.after) == ("b", "a")
-        assert list(update.digests) == ["whole"]
-        for name, each in weights.items():
-            assert torch.equal(update[name].indices, each.indices)
-            assert torch.equal(update[name].values, each.values)
-            assert update[name].shape == each.shape
-
-
-def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
-    """While it is written nothing has its name; who has opened the older one reads that."""
-    path = tmp_path / "u.safetensors"
-    seen: list[bool] = []
-
-    class Late(TensorHandle):
-        def read(self) -> torch.Tensor:
-            seen.append(path.exists())
-            return super().read()
-
-    weights = {"a": torch.ones(1 << 16), "b": Late("b", torch.ones(3))}
-    write_update(path, weights, version="a")
-    with open_update(path) as update:
-        write_update(path, {"a": torch.zeros(1 << 16)}, version="b")
-        assert torch.equal(update["a"].read(), weights["a"])
-    assert seen == [False]
-
-
-ONE = torch.ones(1)
-
-
-def some(*indices: int, values: torch.Tensor = ONE, shape: tuple[int, ...] = (16,)) -> Changes:
-    return Changes(torch.tensor(indices), values, shape)
-
-
-def test_what_a_trainer_may_not_write(tmp_path: Path) -> None:
-    """Nothing is left in the folder, and an older file of the name stays."""
-    path = tmp_path / "u.safetensors"
-    write_update(path, {NORM: ONE}, version="a")
-    before = path.read_bytes()
-    wrong: list[tuple[Any, dict[str, Any], str]] = [
-        ({NORM: some(3)}, {"after": None}, "pass after="),
-        ({NORM: some(3, 3, values=torch.ones(2))}, {}, rf"{NORM}: .* got 3 twice"),
-        ({NORM: some(16)}, {}, "from 0 to 15, got 16"),
-        ([(NORM, ONE), (NORM, ONE)], {}, "comes twice"),
-        ([(NORM, ONE), (NORM, some(3))], {}, "comes twice"),
-        ([(NORM, some(3)), (NORM, some(4))], {}, "comes twice"),
-        ([(NORM, some(3)), (f"steps/{NORM}", ONE)], {}, "comes twice"),
-        ({NORM: torch.ones(3, device="meta")}, {}, f"{NORM} cannot be written"),
-        ({NORM: torch.eye(3).to_sparse()}, {}, f"{NORM} cannot be written"),
-        ({NORM: ONE}, {"version": 3}, "should be text"),
-        ({NORM: ONE * float("nan")}, {}, f"{NORM} has a NaN"),
-        ({NORM: some(3, values=ONE * float("nan"))}, {}, f"values/{NORM} has a NaN"),
-    ]
-    for weights, options, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            write_update(path, weights, **{"version": "b", "after": "a"} | options)
-    with pytest.raises(ValueError, match=r"end with \.safetensors"):
-        write_update(tmp_path / "u", {NORM: ONE}, version="b")
-    assert (path.read_bytes(), list(tmp_path.iterdir())) == (before, [path])
-
-
 def edited(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]) -> None:
     """Write the file again with another description or other tensors."""
     with safe_open(path, "pt") as file:
@@ -283,7 +204,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any
 @pytest.fixture
 def written(llm: LLM, tmp_path: Path) -> Path:
     path = tmp_path / "u.safetensors"
-    elements = some(3, 9, values=torch.tensor([1.5, 2.5]))
+    elements = Changes(torch.tensor([3, 9]), torch.tensor([1.5, 2.5]), (16,))
     write_update(path, {NORM: elements, HEAD: torch.ones(60, 16)}, version="b", after="0")
     llm.reload_weights()
     llm.engine.weight_version = "0"
@@ -312,7 +233,7 @@ def test_a_torn_file(llm: LLM, written: Path) -> None:
 
 
 def test_two_updates_in_a_folder(llm: LLM, written: Path) -> None:
-    write_update(written.with_name("v.safetensors"), {"other": ONE}, version="c")
+    write_update(written.with_name("v.safetensors"), {"other": torch.ones(1)}, version="c")
     with pytest.raises(CheckpointFormatError, match="an update is one file, and here are 2"):
         open_update(written.parent)
 
@@ -323,7 +244,7 @@ def test_a_digest_finds_a_bit(llm: LLM, folder: Path, tmp_path: Path) -> None:
     llm.engine.weight_version = "0"
     before = tokens(llm)
     path = tmp_path / "u.safetensors"
-    elements = some(3, 9, values=torch.tensor([1.5, 2.5]))
+    elements = Changes(torch.tensor([3, 9]), torch.tensor([1.5, 2.5]), (16,))
     whole = torch.full((60, 16), 3.25)
     write_update(path, {NORM: elements, HEAD: whole}, version="b", after="0", digests=True)
     good = path.read_bytes()

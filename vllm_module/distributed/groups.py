@@ -214,7 +214,8 @@ class PipelineStage:
     def layers(self, count: int) -> range:
         """Return the numbers of the layers, of ``count``, that this stage holds.
 
-        If they cannot be divided evenly, earlier stages have one more: the last has the head.
+        If they cannot be divided evenly, some have one more, but not the last, which has the head.
+
         Raises ``ShardingError`` if there are more stages than layers.
         """
         if self.size > count:

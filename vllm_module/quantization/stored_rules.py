@@ -68,6 +68,20 @@ class StoredConfig(BaseModel):
     def rules(self) -> Rules:
         raise NotImplementedError
 
+    def _packing(self, entries: tuple[str, ...], of: tuple[str, ...]) -> str:
+        """Return, in small letters, the first of ``entries`` that is there, else ``of[0]``.
+
+        Raises ``UnsupportedModelError`` for one that is not in ``of``.
+        """
+        entry = next((each for each in entries if getattr(self, each)), entries[0])
+        form = str(getattr(self, entry) or of[0]).lower()
+        if form not in of:
+            raise UnsupportedModelError(
+                f"quantization_config.{entry} of config.json: expected {' or '.join(of)}, "
+                f"got {form!r:.100}, which packs weights in another order: convert it"
+            )
+        return form
+
 
 def _ignored(*lists: _Names) -> list[Rule]:
     return [(target, None) for names in lists for target in names or ()]
@@ -259,12 +273,7 @@ class GPTQConfig(_Settings):
     modules_in_block_to_quantize: list[list[str] | str] | None = None
 
     def rules(self) -> Rules:
-        form = self.checkpoint_format or self.format or "gptq"
-        if form not in ("gptq", "gptq_v2"):
-            raise UnsupportedModelError(
-                "quantization_config.checkpoint_format of config.json: expected gptq or gptq_v2, "
-                f"got {form!r:.100}, whose tensors are reordered for one kernel: convert it back"
-            )
+        form = self._packing(("checkpoint_format", "format"), of=("gptq", "gptq_v2"))
         layout = GPTQ_V2
         if form == "gptq":
             layout = GPTQ_OF_WORDS if self._is_of_gptqmodel() else GPTQ
@@ -302,19 +311,14 @@ class AWQConfig(StoredConfig):
 
     bits: Literal[4]
     group_size: _GroupSize
+    checkpoint_format: str | None = None
     version: str | None = None
     format: str | None = None
     modules_to_not_convert: _Names = None
 
     def rules(self) -> Rules:
-        form = "gemm"
-        for entry in ("version", "format"):  # transformers 5 calls it format
-            form = (getattr(self, entry) or form).lower()
-            if form not in ("gemm", "gemv"):
-                raise UnsupportedModelError(
-                    f"quantization_config.{entry} of config.json: expected gemm or gemv, got "
-                    f"{form!r:.100}, which packs weights in another order: convert it"
-                )
+        # AutoAWQ calls it version, transformers 5 format, and GPTQModel checkpoint_format.
+        form = self._packing(("checkpoint_format", "version", "format"), of=("gemm", "gemv"))
         size = None if self.group_size == -1 else self.group_size
         method = PackedMethod(AWQ, 4, size, symmetric=False)
         if form == "gemv":
