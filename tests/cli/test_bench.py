@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_module import LLM
-from vllm_module.cli.commands.bench import measure
+from vllm_module.cli.commands.bench import _spread, measure
 from vllm_module.cli.pictures.plots import plot_levels
 
 Run = Callable[..., Any]
@@ -95,6 +98,35 @@ def test_levels_of_concurrency(
     lines = run("bench", folder, *shape, "--plot", path).out.splitlines()
     assert [line.split()[0] for line in lines[-3:]] == ["1", "2", "3"]
     assert "levels" not in run("bench", folder, *shape, "--json").json
+
+
+def test_levels_below_each_concurrency(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each level is measured once, also where the concurrency is a power of two itself."""
+    module = "vllm_module.cli.commands.bench"
+
+    def measured(llm: object, *shape: int, **_: int) -> dict[str, Any]:
+        return {"checkpoint": "x", "concurrency": shape[3]}
+
+    monkeypatch.setattr(f"{module}.serving", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(f"{module}.measure", measured)
+    monkeypatch.setattr(f"{module}.plot_levels", lambda *_: None)
+    plot = ("--plot", tmp_path / "levels.png", "--json")
+    for most in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
+        levels = run("bench", folder, "--concurrency", most, *plot).json["levels"]
+        expected = [level for level in (1, 2, 4, 8, 16) if level < most]
+        assert [level["concurrency"] for level in levels] == [*expected, most]
+
+
+def test_figures_of_several_prompts_are_those_of_numpy() -> None:
+    """Median and 99th percentile of each number of prompts, in any order."""
+    assert _spread([]) is None
+    for count in (*range(1, 103), 199, 200, 201, 1000, 1001):
+        seconds = [float(i) for i in range(count)]
+        random.Random(count).shuffle(seconds)
+        highest = np.percentile(seconds, 99, method="inverted_cdf")  # the nearest rank
+        assert _spread(seconds) == {"median": np.median(seconds), "p99": highest}
 
 
 def test_preemptions_are_those_of_the_run(folder: Path) -> None:
