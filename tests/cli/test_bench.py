@@ -140,8 +140,8 @@ def test_preemptions_are_those_of_the_run(folder: Path) -> None:
 def test_tokens_of_prompts_and_of_decoding(folder: Path) -> None:
     """What is decoded beside a prompt is not counted: that step's time is the prompts'."""
     with LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=32) as llm:
-        # Five prompts that begin together have steps of 20 + 12, (1) + 8 + 20 + 3, (3) + 17 + 12 and
-        # (4) + 8 tokens, of which those in parentheses decode. Of two, one ends before the other.
+        # Five prompts together have steps of 20 + 12, (1) + 8 + 20 + 3, (3) + 17 + 12 and (4) + 8
+        # tokens, of which those in parentheses decode. Of two, one ends before the other.
         for together, beside in ((1, 0), (2, 1 + 1 + 1 + 1), (5, 1 + 3 + 4), (9, 1 + 3 + 4)):
             run = serve(llm, random.Random(together), 5, together, 20, 6)
             assert run.prompting.tokens == 5 * 20
