@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_module import LLM
-from vllm_module.cli.commands.bench import measure
+from vllm_module.cli.commands.bench import _spread, measure, serve
 from vllm_module.cli.pictures.plots import plot_levels
 
 Run = Callable[..., Any]
@@ -97,12 +100,52 @@ def test_levels_of_concurrency(
     assert "levels" not in run("bench", folder, *shape, "--json").json
 
 
+def test_levels_below_each_concurrency(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each level is measured once, also where the concurrency is a power of two itself."""
+    module = "vllm_module.cli.commands.bench"
+
+    def measured(llm: object, *shape: int, **_: int) -> dict[str, Any]:
+        return {"checkpoint": "x", "concurrency": shape[3]}
+
+    monkeypatch.setattr(f"{module}.serving", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(f"{module}.measure", measured)
+    monkeypatch.setattr(f"{module}.plot_levels", lambda *_: None)
+    plot = ("--plot", tmp_path / "levels.png", "--json")
+    for most in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
+        levels = run("bench", folder, "--concurrency", most, *plot).json["levels"]
+        expected = [level for level in (1, 2, 4, 8, 16) if level < most]
+        assert [level["concurrency"] for level in levels] == [*expected, most]
+
+
+def test_figures_of_several_prompts_are_those_of_numpy() -> None:
+    """Median and 99th percentile of each number of prompts, in any order."""
+    assert _spread([]) is None
+    for count in (*range(1, 103), 199, 200, 201, 1000, 1001):
+        seconds = [float(i) for i in range(count)]
+        random.Random(count).shuffle(seconds)
+        highest = np.percentile(seconds, 99, method="inverted_cdf")  # the nearest rank
+        assert _spread(seconds) == {"median": np.median(seconds), "p99": highest}
+
+
 def test_preemptions_are_those_of_the_run(folder: Path) -> None:
     """A run after one with preemptions, as at a lower level, has none of its own."""
     cache: dict[str, Any] = {"block_size": 4, "kv_cache_memory_bytes": 12_500, "max_model_len": 32}
     with LLM(str(folder), device="cpu", skip_tokenizer_init=True, **cache) as llm:
         assert measure(llm, 8, 24, 4, 4, seed=0)["preemptions"] > 0
         assert measure(llm, 8, 24, 2, 1, seed=1)["preemptions"] == 0
+
+
+def test_tokens_of_prompts_and_of_decoding(folder: Path) -> None:
+    """What is decoded beside a prompt is not counted: that step's time is the prompts'."""
+    with LLM(str(folder), device="cpu", skip_tokenizer_init=True, max_num_batched_tokens=32) as llm:
+        # Five prompts together have steps of 20 + 12, (1) + 8 + 20 + 3, (3) + 17 + 12 and (4) + 8
+        # tokens, of which those in parentheses decode. Of two, one ends before the other.
+        for together, beside in ((1, 0), (2, 1 + 1 + 1 + 1), (5, 1 + 3 + 4), (9, 1 + 3 + 4)):
+            run = serve(llm, random.Random(together), 5, together, 20, 6)
+            assert run.prompting.tokens == 5 * 20
+            assert run.decoding.tokens == 5 * (6 - 1) - beside
 
 
 def test_a_plot_of_levels(tmp_path: Path) -> None:

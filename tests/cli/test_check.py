@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from vllm_module.cli import comparison
 from vllm_module.layers import Attention
 from vllm_module.models.qwen3 import Qwen3ForCausalLM
+from vllm_module.runtime.outputs import CompletionOutput, RequestOutput
+from vllm_module.runtime.sampling.sampler import Logprob
 
 Run = Callable[..., Any]
 PRECISE = "--dtype", "float32", "--device", "cpu", "--tokens", "6"
@@ -148,3 +151,39 @@ def test_tokens_agree_only_where_both_are_as_probable() -> None:
     assert not same.agrees(0.09)
     assert not replace(same, others=1, gap=0.2, first_other=(1, 2, 3)).agrees(0.1)
     assert replace(same, others=1, gap=0.1, first_other=(1, 2, 3)).agrees(0.1)
+
+
+def test_what_differs_is_told_by_its_position() -> None:
+    """Each logprob and each choice of six positions, changed alone; the prompt begins at 0."""
+    prompt, ids, vocab = [4, 2, 0], [3, 1, 2], 5
+    row = [*prompt, *ids]
+    logits = torch.zeros(len(row), vocab)
+    for position, token in enumerate(ids, len(prompt)):
+        logits[position - 1, token] = 3  # which greedy decoding takes
+    theirs = logits.log_softmax(-1)
+
+    def compared(changed: torch.Tensor) -> comparison.Compared:
+        entries = [
+            {token: Logprob(float(one), 1) for token, one in enumerate(each)} for each in theirs
+        ]
+        sample = CompletionOutput(0, "", ids, 0.0, entries[len(prompt) - 1 : -1])
+        logprobs = [None, *entries[: len(prompt) - 1]]
+        output = RequestOutput("0", None, prompt, [sample], True, logprobs)
+        model: Any = torch.nn.Linear(1, 1)
+        model.forward = lambda input_ids, use_cache: SimpleNamespace(logits=changed[None])
+        return comparison.compare(model, output)
+
+    same = comparison.Compared(None, prompt, ids, 0.0, 1, 0, 0.0, None)
+    assert compared(logits) == same
+    for position in range(1, len(row)):
+        for token in range(vocab):
+            changed = logits.clone()
+            changed[position - 1, token] += 5
+            found = compared(changed)
+            far = (changed.log_softmax(-1) - theirs).abs().max().item()
+            assert (found.difference, found.worst) == (pytest.approx(far), position)
+            if position < len(prompt) or token == row[position]:
+                assert (found.others, found.gap, found.first_other) == (0, 0.0, None)
+            else:
+                assert found.gap == pytest.approx(2)  # 5 is more than 3 by this
+                assert (found.others, found.first_other) == (1, (position, row[position], token))

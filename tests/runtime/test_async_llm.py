@@ -228,6 +228,47 @@ def test_abort_ends_the_stream(llm: AsyncLLM) -> None:
     assert free(llm)
 
 
+@pytest.mark.parametrize("tokenized", [True, False])
+@pytest.mark.parametrize("which", ["b", "b-1", "b-11", "b-12", "c"])
+def test_abort_ends_all_of_a_call_and_nothing_else(
+    llm: AsyncLLM, which: str, tokenized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the ids of other calls begin with, and whether or not the engine has the prompts."""
+    calls = {"a": 1, "b": 12, "b-12": 1, "b-1-": 2, "B": 2, "bb": 1, "b.": 1}  # prompts of each
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    tokenize = llm._tokenize
+
+    async def reasons(name: str) -> list[str | None]:
+        served = llm.serve([[1]] * calls[name], params, name)
+        found = {index: output.outputs[0].finish_reason async for index, output in served}
+        return [reason for _, reason in sorted(found.items())]
+
+    async def ended() -> dict[str, list[str | None]]:
+        goes_on = asyncio.Event()
+
+        async def waits(prompts: Any) -> Any:
+            await goes_on.wait()
+            return await tokenize(prompts)
+
+        if not tokenized:
+            monkeypatch.setattr(llm, "_tokenize", waits)
+        await llm.pause("keep")
+        tasks = {name: asyncio.ensure_future(reasons(name)) for name in calls}
+        has = llm.llm.engine.requests if tokenized else llm._thread.coming
+        await until(lambda: len(has) == (sum(calls.values()) if tokenized else len(calls)))
+        await llm.abort(which)
+        goes_on.set()
+        await llm.resume()
+        return {name: await task for name, task in tasks.items()}
+
+    expected = {}
+    for name, count in calls.items():
+        ids = [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
+        expected[name] = ["abort" if which in (name, each) else "length" for each in ids]
+    assert run(ended()) == expected
+    assert free(llm)
+
+
 def test_too_many_requests_are_refused(llm: AsyncLLM) -> None:
     """The message has the numbers; when others have ended, requests are accepted again."""
 

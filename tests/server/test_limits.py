@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
 from vllm_module import AsyncLLM
 from vllm_module.server import listener
+from vllm_module.server.connection import Limits
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-two\r\n"
 JSON = b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
@@ -160,6 +162,28 @@ def test_files_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     limits[:] = [(1024, 2000)]
     assert listener._allow_files(4096) == 2000 - 256
     assert limits.pop() == (2000, 2000)
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_connections_that_need_several_files(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections have their files where the system allows that, else as many as have them."""
+    infinity, others = resource.RLIM_INFINITY, listener._OTHER_FILES
+    allowed = [(0, 0)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: allowed[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: allowed.append(new))
+    sizes = [*(others + more for more in (-1, 0, 1, 7, 30, 31)), infinity]  # in their order
+    cases = itertools.product(itertools.combinations_with_replacement(sizes, 2), (1, 10, 15, 31))
+    for limit, wanted in cases:
+        allowed[:] = [limit]
+        limits, address = Limits(connections=wanted), listener.Address(port=0)
+        made = listener.Listener(Starlette(), address, limits, files=files)
+        made._socket.close()
+        room = wanted if limit[1] == infinity else max(1, (limit[1] - others) // files)
+        count = made._server.config.http.keywords["limits"].connections  # type: ignore[union-attr]
+        assert count == min(wanted, room)
+        soft, hard = allowed[-1]
+        assert hard == limit[1]
+        assert soft in (infinity, hard) or soft >= count * files + others
 
 
 def test_what_is_no_http_and_floods_of_headers(impatient: Any, until: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import threading
 from collections.abc import (
     AsyncGenerator,
@@ -125,7 +124,7 @@ class AsyncLLM:
         name = f"async-{next(self._ids)}" if request_id is None else request_id
         ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
         with self._accepting(params.n * len(prompts)):
-            inbox = Inbox(every_token)
+            inbox = Inbox(name, every_token)
             unfinished = len(prompts)
             try:
                 if prompts:
@@ -210,11 +209,10 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End the requests of a call of :meth:`generate` or :meth:`serve`, which yields so.
 
-        Does nothing if there is none with this id.
+        The id is the call's, or that of one of its requests. Does nothing if there is none with it.
         """
-        ids = re.compile(rf"{re.escape(request_id)}(-\d+)?")
         self._thread.put(
-            lambda: self._thread.abort(lambda each, _: ids.fullmatch(each) is not None)
+            lambda: self._thread.abort(lambda each, whose: request_id in (each, whose.name))
         )
 
     async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:

@@ -34,6 +34,7 @@ class Inbox:
     """The latest outputs of the prompts of one call; all of it belongs to the caller's event loop.
 
     Attributes:
+        name: the call's id.
         latest: outputs that the caller has not taken yet, by the index of the prompt.
         every_token: whether outputs before the last one are wanted.
         failure: reason why no output comes any more.
@@ -43,7 +44,8 @@ class Inbox:
 
     """
 
-    def __init__(self, every_token: bool) -> None:
+    def __init__(self, name: str, every_token: bool) -> None:
+        self.name = name
         self.loop = asyncio.get_running_loop()
         self.arrived = asyncio.Event()
         self.every_token = every_token
