@@ -17,6 +17,7 @@ STORED = runpy.run_path(
     str(Path(__file__).parents[1] / "quantization" / "test_packed_checkpoints.py")
 )
 packing = STORED["packing"]
+GGUF = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "gguf_models.py"))
 KINDS = {"gptq-act-order": 2, "awq": 1, "ct-int4-with-zeros": 2, "ct-int8": 1}  # and ranks
 
 
@@ -70,3 +71,26 @@ def test_a_and_b_have_16_bits(quantized: Any) -> None:
     found = SUPPORT["adapted_logits"](model, adapter, base.ids).float()
     error, moved = (found - wanted).abs().mean(), (wanted - base.logits).abs().mean()
     assert error < moved / 20
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_file_of_llama_cpp(tmp_path: Path, name: str, size: int) -> None:
+    """It stores q and k in another order than transformers, which PEFT's adapters have."""
+    model, ids = GGUF["new_model"](GGUF["CONFIGS"][name]), torch.arange(3, 48, 5)
+    path = GGUF["write"](tmp_path / "model.gguf", model, lambda name: "Q8_0")
+    base = GGUF["logits"](model, ids)
+    settings = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "lora_alpha": 2}
+    tuned = SUPPORT["adapt"](model, tmp_path / "adapter", **settings)
+    with torch.no_grad():
+        wanted = tuned(ids[None]).logits[0]
+    assert (wanted - base).abs().max() > 1
+
+    def ranks(rank: int) -> torch.Tensor:
+        model = SUPPORT["load_base"](path)
+        adapter = SUPPORT["load_adapter"](model, tmp_path / "adapter")
+        logits: torch.Tensor = SUPPORT["adapted_logits"](model, adapter, ids)
+        return logits
+
+    for logits in run_ranks(size, ranks):
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=STORED["WITHIN"])
