@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from vllm_module.kernels.adapters.lora_shrink import tile_rows
+from vllm_module.kernels.adapters.lora_shrink import chunks_of, tile_rows
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
 from vllm_module.kernels.matmul.product_tile import added
@@ -123,7 +123,7 @@ def lora_expand_triton(
         strides_of(b, y),
         SLICES=slices,
         ENDS=max(2, next_power_of_2(slices)),
-        COUNT=next_power_of_2(groups + 1),
+        **chunks_of(groups),
         BLOCK_M=height,
         BLOCK_N=width,
         BLOCK_R=16 if rank <= 16 or b.itemsize == 4 else 32,
@@ -150,6 +150,7 @@ def _expand(
     SLICES: tl.constexpr,
     ENDS: tl.constexpr,
     COUNT: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -157,7 +158,7 @@ def _expand(
     """Add to a tile: some rows of one group, and some features of one slice."""
     b_strides, y_strides = strides
     group, n, place, exist, row = grouped_tile(
-        offsets_ptr, rows_ptr, places, groups, 1, tiles * BLOCK_N, COUNT, BLOCK_M, BLOCK_N
+        offsets_ptr, rows_ptr, places, groups, 1, tiles * BLOCK_N, COUNT, BLOCK_M, BLOCK_N, CHUNKS
     )
     if group >= groups:
         return

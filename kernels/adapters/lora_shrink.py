@@ -22,6 +22,7 @@ _FEW, _MANY = 16, 64  # rows of a tile
 _PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 _DEPTH = 256  # input features of a part, at least
 _MOST_PARTS = 8
+_MOST_OFFSETS = 1024  # that a program reads at a time: more do not fit into its registers
 
 
 def lora_shrink(
@@ -70,6 +71,12 @@ def parts_of(places: int, groups: int, inputs: int) -> int:
     return parts
 
 
+def chunks_of(groups: int) -> dict[str, int]:
+    """Return how the offsets of groups are read: how many at a time, and how often."""
+    count = min(next_power_of_2(groups + 1), _MOST_OFFSETS)
+    return {"COUNT": count, "CHUNKS": -(-(groups + 1) // count)}
+
+
 def lora_shrink_reference(
     x: torch.Tensor, a: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, parts: int
 ) -> torch.Tensor:
@@ -110,7 +117,7 @@ def lora_shrink_triton(
         inputs,
         -(-inputs // (parts * depth)),
         strides_of(x, a),
-        COUNT=next_power_of_2(groups + 1),
+        **chunks_of(groups),
         BLOCK_M=height,
         BLOCK_N=width,
         BLOCK_K=depth,
@@ -134,6 +141,7 @@ def _shrink(
     steps,
     strides,
     COUNT: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -141,7 +149,7 @@ def _shrink(
     """Multiply a tile of one group's rows by a tile of its A, over one part of the features."""
     x_strides, a_strides = strides
     group, n, place, exist, row = grouped_tile(
-        offsets_ptr, rows_ptr, places, groups, 1, ranks, COUNT, BLOCK_M, BLOCK_N
+        offsets_ptr, rows_ptr, places, groups, 1, ranks, COUNT, BLOCK_M, BLOCK_N, CHUNKS
     )
     if group >= groups:
         return

@@ -236,6 +236,22 @@ def test_others_stay_until_a_new_one_is_there(folder: Path, tmp_path: Path) -> N
         assert [each.in_memory for each in llm.list_adapters()] == [False, True]
 
 
+def test_a_link_that_leads_nowhere(folder: Path, expected: Any, tmp_path: Path) -> None:
+    """As in a cache of downloads that was cleaned: it is named, at the first load and later."""
+    shutil.copytree(folder / "a", tmp_path / "a")
+    (tmp_path / "a" / FILE).rename(tmp_path / "a" / "blob")
+    (tmp_path / "a" / FILE).symlink_to("blob")
+    with load(folder, max_loras=1, max_cpu_loras=1) as llm:
+        llm.load_adapter("a", tmp_path / "a")
+        llm.load_adapter("b", folder / "b")
+        (tmp_path / "a" / "blob").unlink()
+        base, broken, other = answers(llm, None, "a", "b")
+        assert [base, other] == [expected(None), expected("b")]
+        assert "is a link that leads nowhere" in broken
+        with pytest.raises(WeightLoadError, match="is a link that leads nowhere"):
+            llm.load_adapter("again", tmp_path / "a")
+
+
 def test_requests_with_paths(folder: Path, expected: Any, tmp_path: Path) -> None:
     """All adapters of a call are loaded or none, once, and none in place of a prompt's own."""
     a, b = (LoRARequest(name, 1, str(folder / name)) for name in ("a", "b"))

@@ -259,6 +259,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a huge rank": ({"r": 2**31}, CheckpointFormatError, "r should be"),
     "alpha in words": ({"lora_alpha": "16"}, CheckpointFormatError, "lora_alpha should be"),
     "alpha NaN": ({"lora_alpha": float("nan")}, CheckpointFormatError, "lora_alpha should be"),
+    "alpha beyond float32": ({"lora_alpha": 1e39}, CheckpointFormatError, "lora_alpha should be"),
+    "alpha below float32": ({"lora_alpha": -1e39}, CheckpointFormatError, "lora_alpha should be"),
+    "alpha of a pattern beyond float32": (
+        {"alpha_pattern": {"q_proj": 1e308}},
+        CheckpointFormatError,
+        "alpha_pattern should be",
+    ),
     "alpha of a pattern": (
         {"alpha_pattern": {"q_proj": "x"}},
         CheckpointFormatError,

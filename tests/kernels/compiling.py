@@ -69,7 +69,7 @@ SHORT = {
         "grouped fp32, 128", "grouped fp8, 128, by block, tiles, descriptors",
         "grouped mxfp4, 64", "grouped packed awq, 128", "grouped packed gptq in no order, 64",
         "adapters, 32 tokens", "adapters, 2048 tokens, rank 64",
-        "adapters, 2048 tokens, fp32, rank 64", "adapters of 128 experts", "adapters of heads",
+        "adapters, 2048 tokens, fp32, rank 64", "adapters of 512 experts", "adapters of heads",
         "convolve, fp32", "scan, single tokens", "scan, 256 numbers", "delta rule, single tokens",
         "delta rule, prompts",
     ),

@@ -95,6 +95,8 @@ CASES = {
     "a large rank": ([1, -1, 0], [[70], [3]], [33], 40),
     "parts of the input": ([0, 1, -1, 1], [[4, 4], [4, 4]], [7, 20], 1100),
     "a slot that no row has": ([2, 2, -1, 0], [[4], [4], [4], [2]], [130], 33),
+    # As of experts: a kernel reads the offsets of 1,024 groups at a time.
+    "many groups": ([1023, 0, 2047, -1, 1024, 1022, 2048, 2049, 1023], [[2]] * 2050, [9], 16),
 }
 
 
@@ -133,10 +135,14 @@ def test_any_adapters_ranks_and_sizes(as_accurate, data) -> None:
     sizes = [data.draw(st.integers(1, 70)) for _ in range(slices)]
     inputs = data.draw(st.sampled_from([1, 16, 31, 130, 520]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
+    at_a_time = data.draw(st.sampled_from([2, 4, 1024]))
     given = drawn(adapters, ranks, sizes, inputs, dtype)
     exact = row_by_row(*given, adapters, sizes, torch.float64)
     low = row_by_row(*given, adapters, sizes, dtype)
-    as_accurate(interpreted(*given, adapters, sizes), exact, low)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shrinking, "_MOST_OFFSETS", at_a_time)
+        found = interpreted(*given, adapters, sizes)
+    as_accurate(found, exact, low)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

@@ -84,6 +84,9 @@ class LoRALayer(AdapterModule):
         self.absent: frozenset[str] = frozenset()
         self._config = config
         output, inputs, common = _dimensions(base, together=together)
+        if any(slot.pairs for slot in output.slots):  # a format's order, which PEFT's files lack
+            output = Dim(tuple(map(_in_order, output.slots)))
+            self.shard_names = output.names
         location = node.location("weight")
         names = {
             slot: location.stored_name(slot).removesuffix(".weight")
@@ -185,6 +188,11 @@ def _dimensions(base: Adaptable, *, together: bool) -> tuple[Dim, Dim, Common]:
     # Of an embedding, features are the output, and A has a column for each token.
     swapped = isinstance(base, VocabParallelEmbedding)
     return (second, first, common) if swapped else (first, second, common)
+
+
+def _in_order(slot: Slot) -> Slot:
+    """Return a slot of a layer's output as transformers stores it, and so PEFT its B."""
+    return replace(slot, name=slot.name.removesuffix("_pairs"), pairs=0)
 
 
 def _slots(output: Dim, experts: Experts | None) -> list[str]:

@@ -29,7 +29,8 @@ def _checked_pattern(pattern: str) -> str:
 _Pattern = Annotated[str, AfterValidator(_checked_pattern)]
 _Path = Annotated[str, Field(pattern=r"^[\w.]*$", max_length=1000)]
 _Rank = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-_Alpha = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+_MAX_ALPHA = 3.4e38  # scales are float32
+_Alpha = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-_MAX_ALPHA, le=_MAX_ALPHA)]
 _Index = Annotated[int, Field(ge=0, strict=True)]
 _Names = Annotated[frozenset[str], Field(max_length=100_000)]
 

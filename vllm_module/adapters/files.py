@@ -68,7 +68,7 @@ def file_versions(path: str | Path) -> tuple[tuple[str, int, int, int], ...]:
     """Return name, size, and times of change of an adapter's files; others after any change."""
     folder, found = Path(path).expanduser(), []
     for name in (CONFIG_FILE, *_FILES):
-        if is_there(folder / name):
+        if is_there(folder / name, follow_links=True):  # links that lead nowhere: open_adapter
             status = (folder / name).stat()
             found.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return tuple(found)

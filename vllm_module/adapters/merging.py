@@ -155,7 +155,7 @@ def additions(
             if found.name not in used:
                 raise UnsupportedModelError(
                     f"{found.name} has an A and a B, and the base stores it in one tensor with "
-                    f"others, which PEFT does not merge: {_SERVE}"
+                    f"others, or in another order, which PEFT does not merge: {_SERVE}"
                 )
     for fill in plan.fills:
         own = stored.get(fill.name)

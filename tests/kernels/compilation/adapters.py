@@ -57,6 +57,7 @@ CASES: Cases = {
     "adapters, 2048 tokens, fp32, rank 64": adapted(2048, rank=64, dtype=FP32),
     "adapters, one slice": adapted(32, outputs=(4096,), inputs=14336),
     "adapters of 128 experts": adapted(8192, 8 * 128, 16, (768, 768), 2048),
+    "adapters of 512 experts": adapted(8192, 8 * 512, 16, (512, 512), 2048),
     "adapters of heads": adapted_heads,
     "adapters of an odd size": adapted(2048, rank=48, outputs=(2052,), inputs=2052),
     "adapters of an odd size, fp32": adapted(2048, 8, 50, (2051,), 2051, FP32),
