@@ -18,6 +18,7 @@ from torch import nn
 
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
+from vllm_module.adapters.files import refuse_infinite, warn_of_unnamed
 from vllm_module.adapters.spellings import spellings
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
@@ -26,7 +27,7 @@ from vllm_module.core.planner import Planner, planning
 from vllm_module.core.report import LoadReport, Problem
 from vllm_module.core.run import execute, loading
 from vllm_module.core.tree import Node, Tree, loads_itself, locations, modules_below
-from vllm_module.errors import UnsupportedModelError, WeightLoadError, WeightReadError
+from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 from vllm_module.layers.fused_moe import ExpertsLinear, Router
 from vllm_module.layers.linear import LinearBase
@@ -164,14 +165,6 @@ class LoRALayer(AdapterModule):
                 "merge_and_unload()"
             )
         return scales.pop()
-
-
-def refuse_infinite(name: str, values: torch.Tensor) -> None:
-    """Raise ``WeightReadError`` for a NaN or an infinity in a tensor of the adapter."""
-    if not values.isfinite().all():
-        raise WeightReadError(
-            f"{name} of the adapter has a NaN or an infinite number: save it again"
-        )
 
 
 def _dimensions(base: Adaptable, *, together: bool) -> tuple[Dim, Dim, Common]:
@@ -344,12 +337,14 @@ class Adapter(AdapterModule):
         There is one, unless what the adapter has is ``elsewhere``, on other ranks.
         """
         filled: dict[nn.Module, set[str]] = {}
+        unnamed: list[str] = []
         for fill in fills:
             filled.setdefault(fill.location.node.module, set()).update(fill.slots)
         for layer in self.layers():
             present = filled.get(layer, set())
             needed = {slot for slot, each in layer.spelled.items() if self._targets(layer, each)}
             layer.absent = frozenset(layer.modules_of) - present - needed
+            unnamed += (layer.modules_of[slot] for slot in present - needed)
             if present or needed:
                 layer.find_places()
             else:
@@ -359,6 +354,8 @@ class Adapter(AdapterModule):
                 "the adapter has no A and B, and its target_modules are of no layer of "
                 f"{type(self.base[0]).__name__}"
             )
+        if self.config.target_modules:
+            warn_of_unnamed(unnamed)
 
     def _explained(self, problems: Sequence[Problem]) -> list[Problem]:
         """Return the problems of names without a place, as those of the base model's modules."""

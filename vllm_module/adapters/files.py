@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -13,11 +14,13 @@ import torch
 
 from vllm_module.adapters.config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from vllm_module.base.messages import printable, printable_name, shorten
-from vllm_module.errors import CheckpointFormatError, DuplicateWeightError
+from vllm_module.core.report import fold
+from vllm_module.errors import CheckpointFormatError, DuplicateWeightError, WeightReadError
 from vllm_module.weights import Weight
 from vllm_module.weights.checkpoint import open_checkpoint
 from vllm_module.weights.regular_file import is_there
 
+_log = logging.getLogger(__name__)
 _FILES = "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."  # of PEFT's own modules around the base model
 _INNER = ".base_layer"
@@ -150,3 +153,21 @@ def _of_experts(weight: Any, name: str, rank: int) -> Weight:
     if dim:
         return cast(torch.Tensor, values.unflatten(1, (rank, -1)).permute(2, 0, 1))
     return cast(torch.Tensor, values.unflatten(0, (-1, rank)))
+
+
+def refuse_infinite(name: str, values: torch.Tensor) -> None:
+    """Raise ``WeightReadError`` for a NaN or an infinity in a tensor of the adapter."""
+    if not values.isfinite().all():
+        raise WeightReadError(
+            f"{name} of the adapter has a NaN or an infinite number: save it again"
+        )
+
+
+def warn_of_unnamed(modules: Iterable[str]) -> None:
+    """Log modules that have A and B without being named by ``target_modules``."""
+    if names := fold(sorted(modules)):
+        _log.warning(
+            "the adapter has A and B of modules that target_modules does not name; they are used, "
+            "and PEFT leaves them out: %s",
+            ", ".join(map(printable_name, names)),
+        )

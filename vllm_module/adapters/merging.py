@@ -12,9 +12,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from vllm_module.adapters.adapter import Adaptable, Adapter, LoRALayer, refuse_infinite
+from vllm_module.adapters.adapter import Adaptable, Adapter, LoRALayer
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
+from vllm_module.adapters.files import refuse_infinite
 from vllm_module.base.messages import printable_name
 from vllm_module.core.fill import Fill, same_bits
 from vllm_module.core.module import vLLMModule
