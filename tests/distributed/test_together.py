@@ -27,6 +27,7 @@ DIED = {
     "last_dies": [3],
     "one_of_two_dies": [0],
     "two_die": [0, 2],
+    "two_of_many_die": [2, 5],
     "one_dies_before_it_comes": [1],
     "one_dies_when_it_has_told_one_other": [0],
     "collective_dies": [1],
@@ -35,12 +36,14 @@ DIED = {
     "load_without_a_cpu_group_one_dies": [1],
 }
 HANG = {"one_hangs": [0], "one_is_stopped": [1], "one_never_comes": [1], "load_one_hangs": [1]}
+HANG["one_of_many_is_stopped"] = [1]
 REFUSE = {
     "one_refuses": ([1], "ValueError: refused by 1\nand a second line"),
     "collective_refused": ([1], "ValueError: refused by 1\nand a second line"),
     "each_fails_for_itself": ([1], "RuntimeError: of rank 1 itself"),
     "one_refuses_and_others_stagger": ([0], "ValueError: refused by 0"),
     "two_refuse": ([0, 3], "ValueError: refused by 3"),
+    "most_of_many_refuse": ([0, 1, 2, 4, 5, 7, 8], "ValueError: refused by 4"),
     "one_is_interrupted_while_it_waits": ([1], "stopped: KeyboardInterrupt"),
     "one_leaves_by_sys_exit": ([1], "SystemExit: 3"),
     "load_one_file_damaged": ([2], "CheckpointFormatError: "),

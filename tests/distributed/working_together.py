@@ -131,6 +131,10 @@ for name, size, ranks in (
     ("two_refuse", 4, {"rank0": refuse, "rank3": refuse}),
     ("one_refuses_one_dies", 3, {"rank0": refuse, "rank2": die}),
     ("one_is_slow", 3, {"rank2": be_slow}),
+    # In larger groups, not all ranks are neighbours.
+    ("two_of_many_die", 8, {"rank2": die, "rank5": die}),
+    ("one_of_many_is_stopped", 7, {"rank1": stop}),
+    ("most_of_many_refuse", 9, {f"rank{rank}": refuse for rank in (0, 1, 2, 4, 5, 7, 8)}),
 ):
     function = actions(size, **ranks)
     function.__name__ = name
@@ -257,7 +261,7 @@ def one_dies_when_it_has_told_one_other(directory: Path, rank: int) -> Any:
         tell = exchange.Peer.tell
 
         def tell_one(self: Any, message: Any) -> None:
-            if self.rank == 2:
+            if self.rank != 1:
                 die(directory)
             tell(self, message)
             wait_until(lambda: not self.telling, "the message has gone out")

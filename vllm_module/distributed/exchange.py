@@ -1,27 +1,28 @@
 """Work in a process group that succeeds on every rank or fails on every rank.
 
-Over the group's CPU backend, each rank sends each other rank two messages: the outcome of its work,
-and then the ranks that it knows to have failed.
+Over the group's CPU backend, each rank sends two messages to each of its neighbours, which are the
+ranks at a distance of 1, 2, 4, ... on both sides: what ranks have returned, and that all know it.
+What is known of failures is passed on as it comes.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from vllm_module.base import waiting
 from vllm_module.base.messages import describe_error
 from vllm_module.base.process_groups import rank_and_size, rank_in_world, sends_between_cpus
-from vllm_module.distributed.peer import Peer, framed
+from vllm_module.distributed.news import ENDED, News, neighbours
+from vllm_module.distributed.peer import Peer, cut_off, end_threads, framed
 from vllm_module.errors import RankError
 
 _log = logging.getLogger(__name__)
@@ -142,27 +143,23 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
     token, of_work = _depth.set(_depth.get() + 1), _current.set(exchange)
     try:
         result = work()
-        outcome = framed(b"+" + _pickled(result))
+        pickled = _pickled(result)
     except BaseException as error:
         # A collective raises one of these if a peer has left; subclasses have other causes.
         # So does a call of ``together`` inside of this one.
         perhaps_left = type(error) is RuntimeError or isinstance(error, dist.DistError | RankError)
         if perhaps_left and (failures := exchange.abandoned()):
-            exchange.tell(framed(b"+" + _pickled(None)))  # this rank did not fail itself
-            exchange.tell(framed(json.dumps(failures).encode()))
-            exchange.leave(_FAREWELL)
+            exchange.leave(failures, _FAREWELL, over=True)  # this rank did not fail itself
             raise exchange.error(failures) from error
-        exchange.tell(framed(b"-" + describe_error(error).encode()))
-        exchange.tell(framed(b"{}"))
-        exchange.leave(min(timeout, _PATIENCE if isinstance(error, Exception) else _HURRY))
+        patience = min(timeout, _PATIENCE if isinstance(error, Exception) else _HURRY)
+        exchange.leave({exchange.rank: f"failed: {describe_error(error)}"}, patience)
         raise
     finally:
         _current.reset(of_work)
         _depth.reset(token)
-    exchange.tell(outcome)
     if isinstance(result, _Refusal) and result.lost:
         timeout = min(timeout, _PATIENCE)
-    results = exchange.settle(timeout) | {exchange.rank: result}
+    results = exchange.settle(timeout, pickled) | {exchange.rank: result}
     return [results[each] for each in range(exchange.size)]
 
 
@@ -179,6 +176,8 @@ _current: ContextVar[_Exchange | None] = ContextVar("together_exchange", default
 
 _TAG = 1 << 20  # first tag of the first level; each level has eight
 _EVIDENCE = 1.0  # seconds to wait for evidence that a collective failed because a peer left
+_ANSWERS = 5.0  # seconds before the limit when ranks are asked who has finished
+_PAUSE = 0.05  # seconds between two messages about failures
 _FAREWELL = 2.0  # seconds in which the messages of a rank that gives up reach the others
 _HURRY = 0.3  # seconds after an interrupt, when the user waits for this process to stop
 _PATIENCE = 10.0  # seconds in which the others may enter the call and receive this rank's error
@@ -194,140 +193,208 @@ def _pickled(result: object) -> bytes:
 
 
 class _Exchange:
-    """One call of :func:`together` on this rank."""
+    """One call of :func:`together` on this rank.
+
+    In round ``k`` of the results, a rank sends to those ``2**k`` away what it has of the ``2**k``
+    ranks on its other side, with its own. Who has heard its neighbours of all rounds has all
+    results. The same rounds of empty messages then tell that all ranks have them: one that ended
+    may have sent its result to some only.
+
+    News of failures reach all on any way that is left, as ranks at work pass them on, too.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int, depth: int) -> None:
         self._group, self.rank, self.size = group, rank, size
+        self._tag = _TAG + 8 * depth
         self._changed = threading.Condition()
-        self._hanging: dict[int, str] = {}
         outer = _current.get()
         self._inside = outer is not None and outer._group is group
-        tag = _TAG + 8 * depth
-        others = (peer for peer in range(size) if peer != rank)
-        self._peers = [Peer(peer, group, tag, self._changed) for peer in others]
+        self._results: dict[int, bytes] = {}
+        self._news = News(rank, size)
+        self._failures = self._news.failures
+        self._closed = self._warned = self._fresh = self._spreading = False
+        self._peers: dict[int, Peer] = {}
+        self._told: dict[int, bytes] = {}  # the last news of peers
+        self._rounds = neighbours(rank, size)
+        with self._changed:
+            self._reach(rank for ranks in self._rounds for rank in ranks)
 
-    def tell(self, frame: torch.Tensor) -> None:
-        for peer in self._peers:
-            peer.tell(frame)
-
-    def settle(self, timeout: float) -> dict[int, Any]:
+    def settle(self, timeout: float, result: bytes) -> dict[int, Any]:
         """Return the others' results once every rank knows that no rank has failed."""
         results: dict[int, Any] = {}
         try:
+            with self._changed:
+                self._results[self.rank] = result
+                self._news.has_finished = True
+                self._note(finished=[self.rank])
             late = f"had not finished {timeout:g} s after rank {self.rank} had"
-            failures = self._hear(1, timeout, late)
-            if not failures:
-                results = {peer.rank: pickle.loads(peer.received[0][1:]) for peer in self._peers}
-            self.tell(framed(json.dumps(failures).encode()))
-            if not failures:  # a rank that ended may have sent its outcome to some ranks only
+            self._go_round(1, timeout, late)
+            if not self._failures:
+                others = self._results.keys() - {self.rank}
+                results = {rank: pickle.loads(self._results[rank]) for rank in others}
                 late = f"sent nothing for {timeout:g} s after rank {self.rank} had finished"
-                failures = self._hear(2, timeout, late)
-            if failures:
-                failures |= self._await_reports()
+                self._go_round(2, timeout, late)
         except BaseException as error:  # an interrupt, for example: this rank leaves
             stopped = {self.rank: f"stopped: {describe_error(error)}"}
-            self.tell(framed(json.dumps(stopped).encode()))
-            self.leave(_FAREWELL if isinstance(error, Exception) else _HURRY)
+            seconds = _FAREWELL if isinstance(error, Exception) else _HURRY
+            self.leave(stopped, seconds, over=True)
             raise
-        if failures:
-            self.leave(_FAREWELL)
-            raise self.error(failures)
-        self._end_threads(self._peers, _FAREWELL)
+        if self._failures:
+            with self._changed:  # in the second round, others may just have ended, too
+                self._changed.wait_for(
+                    lambda: self._news.over or not self._news.silent(), _EVIDENCE
+                )
+            self.leave({}, _FAREWELL, over=True)
+            raise self.error(self._failures)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        end_threads([*self._peers.values()], self._changed, _FAREWELL)
         return results
 
     def error(self, failures: Mapping[int, str], *, recoverable: bool = False) -> RankError:
         lines = (f"{self._name(rank)} {how}" for rank, how in sorted(failures.items()))
-        return RankError("\n".join(lines), failures, recoverable=recoverable)
+        return RankError("\n".join(lines), sorted(failures), recoverable=recoverable)
 
     def abandoned(self) -> dict[int, str]:
         """Return the failed ranks, one of which may have made a collective of ``work`` fail."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._failed(2)), _EVIDENCE)
-            return self._failed(2)
+            self._changed.wait_for(lambda: bool(self._failures), _EVIDENCE)
+            return dict(self._failures)
 
     def failure(self, hanging: Iterable[int] = (), how: str = "") -> str:
         """Name the ranks that have failed so far, and how; ``""`` if none has."""
         with self._changed:
-            self._hanging.update(dict.fromkeys(hanging, f"{how}: {_ADVICE}"))
-            failures = self._failed(2)
-        return str(self.error(failures)) if failures else ""
+            self._note(dict.fromkeys(hanging, f"{how}: {_ADVICE}"))
+            return str(self.error(self._failures)) if self._failures else ""
 
     def _name(self, rank: int) -> str:
         name = f"rank {rank} of {self.size}{rank_in_world(self._group, rank)}"
         return name + (" (this one)" if rank == self.rank else "")
 
-    def _hear(self, count: int, timeout: float, late: str) -> dict[int, str]:
-        """Wait until every peer has sent ``count`` messages; return why ranks failed to."""
+    def _names(self, ranks: list[int]) -> str:
+        more = [f"{len(ranks) - 8} more"] if len(ranks) > 8 else []
+        return ", ".join([*map(self._name, ranks[:8]), *more])
+
+    def _go_round(self, number: int, timeout: float, late: str) -> None:
+        """Send and hear the first or second message of all neighbours, unless ranks fail."""
+        begin = time.monotonic()
+        for ranks in self._rounds:
+            for rank, of in ranks.items():
+                results = {each: self._results[each] for each in of} if number == 1 else None
+                self._peers[rank].tell(framed(b"+" + pickle.dumps(results) if results else b"."))
+            self._hear(number, [self._peers[rank] for rank in ranks], begin, timeout, late)
+            if self._failures:
+                return
+
+    def _hear(
+        self, number: int, peers: list[Peer], begin: float, timeout: float, late: str
+    ) -> None:
+        """Wait until ``peers`` have sent the message, or all failures are known."""
 
         def know() -> bool:
-            heard = all(len(peer.received) >= count or peer.gone for peer in self._peers)
-            return heard or bool(self._reported())
+            if self._failures:
+                return self._news.over or number == 2 or not self._news.silent()
+            return all(peer.heard >= number for peer in peers)
 
+        def wait(seconds: float) -> bool:
+            return self._changed.wait_for(know, begin + seconds - time.monotonic())
+
+        ahead = min(timeout / 2, _ANSWERS)
         with self._changed:
-            silence = min(timeout, waiting.SILENCE)
-            if not self._changed.wait_for(know, silence):
-                silent = [peer.rank for peer in self._peers if len(peer.received) < count]
-                if silence < timeout:
-                    _log.warning("waiting for %s", ", ".join(map(self._name, silent)))
-                self._changed.wait_for(know, timeout - silence)
-            failures = self._failed(count)
-            if not self._reported():
-                for peer in self._peers:
-                    if len(peer.received) < count and not peer.gone and peer.rank not in failures:
-                        failures[peer.rank] = f"{late}: {_ADVICE}"
-        return failures
+            if wait(min(timeout - ahead, waiting.SILENCE / 2)):
+                return
+            self._note(question=1)
+            if wait(min(timeout - ahead, waiting.SILENCE)):
+                return
+            if timeout > waiting.SILENCE and not self._warned:
+                self._warned = True
+                _log.warning("waiting for %s", self._names(self._news.silent()))
+            for seconds in (timeout - ahead, timeout, timeout + ahead):
+                if wait(seconds):
+                    return
+                unheard = [peer.rank for peer in peers if peer.heard < number]
+                # In the second round, ranks that have all they need no longer answer.
+                silent = [each for each in self._news.silent() if number == 1 or each in unheard]
+                if silent and seconds >= timeout:
+                    break
+                if time.monotonic() - self._news.asked_at > ahead:
+                    self._note(question=self._news.question + 1)
+            self._note(dict.fromkeys(silent or unheard, f"{late}: {_ADVICE}"))
 
-    def _failed(self, count: int) -> dict[int, str]:
-        failures = self._hanging | self._reported()
-        for peer in self._peers:
-            if peer.received and peer.received[0][:1] == b"-":
-                failures[peer.rank] = f"failed: {peer.received[0][1:].decode()}"
-            elif len(peer.received) < count and peer.gone:
-                failures[peer.rank] = "ended, or left: its connection is closed"
-        return failures
+    def _reach(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._peers and rank != self.rank:
+                self._peers[rank] = Peer(rank, self._group, self._tag, self._changed, self._learn)
 
-    def _await_reports(self) -> dict[int, str]:
-        """Wait for finished ranks' second message, which closing the connections would lose."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: all(peer.gone or len(peer.received) != 1 for peer in self._peers), _FAREWELL
-            )
-            return self._reported()
+    def _learn(self, peer: Peer, message: bytes | None) -> None:
+        """Take in a message, or that a connection is closed, in a thread that holds the lock."""
+        if message is None:
+            # Who leaves tells its neighbours why, and it may take a while until others know.
+            if not any(peer.rank in ranks for ranks in self._rounds):
+                self._changed.wait_for(lambda: self._news.over, _EVIDENCE)
+            if not (self._news.over or self._closed):
+                self._note({peer.rank: ENDED})
+        elif message[:1] == b"+":
+            self._results |= pickle.loads(message[1:])
+        elif message != b".":
+            self._told[peer.rank] = message[1:]
+            told = News.read(message[1:])
+            peer.leaves = peer.leaves or peer.rank in told["failures"]
+            self._note(**told)
 
-    def _reported(self) -> dict[int, str]:
-        """Return the failures that peers report; a report ends all waiting."""
-        reported: dict[int, str] = {}
-        for peer in self._peers:
-            if len(peer.received) > 1:
-                report: Mapping[str, str] = json.loads(peer.received[1])
-                reported |= {int(rank): how for rank, how in report.items()}
-        return reported
+    def _note(self, failures: Mapping[int, str] | None = None, **told: Any) -> None:
+        """Add to what is known of ranks; if it is new, pass it on."""
+        new = (failures or {}).keys() - self._failures
+        if not self._news.add(failures or {}, **told):
+            return
+        self._changed.notify_all()
+        if self._closed or not self._news.question:
+            return
+        self._fresh = True
+        if new and not self._news.over:
+            self._reach(self._news.beyond())
+        if not self._spreading:
+            self._spreading = True
+            threading.Thread(target=self._spread, name="together", daemon=True).start()
 
-    def leave(self, seconds: float) -> None:
-        """Wait ``seconds`` at most until messages have arrived, then close all connections.
+    def _spread(self) -> None:
+        """Tell the neighbours what is new, in a thread; what comes meanwhile is told at once."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._fresh or self._closed)
+                if self._closed:
+                    return
+                self._fresh = False
+                self._tell_news(b"!")
+            time.sleep(_PAUSE)
 
-        They are the group's. If the work of another call with this group made this one, that call
-        closes them, once it has told others why.
+    def _tell_news(self, kind: bytes) -> None:
+        news = self._news.written()
+        frame = framed(kind + news)
+        for peer in self._peers.values():
+            if not peer.leaves and (kind != b"!" or self._told.get(peer.rank) != news):
+                peer.tell(frame)
+
+    def leave(self, failures: Mapping[int, str], seconds: float, *, over: bool = False) -> None:
+        """Tell what failed, wait ``seconds`` at most until that has arrived, and close connections.
+
+        ``over``: nobody need wait for others. Connections are the group's. If the work of another
+        call with this group made this one, that call closes them, once it has told others why.
         """
+        with self._changed:
+            self._closed = True
+            self._note(failures, over=over)
+            self._changed.notify_all()
+            self._tell_news(b"." if over else b"!")
+        peers = self._peers.values()
         try:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: all(peer.leaves() or not peer.telling for peer in self._peers), seconds
+                    lambda: all(p.leaves or not p.telling for p in peers), seconds
                 )
         finally:
-            here = [peer for peer in self._peers if not peer.leaves()]
+            here = [peer for peer in peers if not peer.leaves]
             if not self._inside:
-                for peer in self._peers:
-                    if not peer.gone:
-                        peer.cut_off()
-                self._end_threads(here, 1)
-
-    def _end_threads(self, peers: list[Peer], seconds: float) -> None:
-        """Wait for threads: one that returns from gloo at interpreter exit aborts the process.
-
-        ``peers`` must not contain gone ones: some of gloo's sends to them never return.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not any(peer.listening or peer.telling for peer in peers), seconds
-            )
+                cut_off(set(range(self.size)) - {self.rank}, self._group, self._tag)
+                end_threads(here, self._changed, 1)

@@ -1,9 +1,9 @@
-"""The messages of one peer in a process group, over its CPU backend: two to it, and two from it."""
+"""The messages of one peer in a process group, over its CPU backend."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,33 +26,46 @@ def framed(message: bytes) -> torch.Tensor:
 
 
 class Peer:
-    """Another rank of the group, the messages received from it, and the state of its connection.
+    """Another rank of the group, the messages from it, and the state of its connection.
 
-    It sends two messages: the outcome of its work, and the ranks that failed. A wait of gloo's
-    cannot be interrupted, and one that times out closes this rank's connections to *all* others. So
-    threads wait without a limit, and the caller has the timeout. ``gone`` is set when the
-    connection is closed and every message that arrived has been read.
+    The first byte of a message is its kind: ``+`` is the first of two that each rank sends, ``.``
+    the second and last one, and ``!`` is any other. A wait of gloo's cannot be interrupted, and one
+    that times out closes this rank's connections to *all* others. So threads wait without a limit,
+    and the caller has the timeout.
+
+    Args:
+        hear: is given each message, in the thread that receives; at the end ``None``, if the
+            connection is closed. ``changed`` is held.
+
+    Attributes:
+        heard: how many of the two messages have come.
+        leaves: the peer reads no more. The caller sets it, too.
+        gone: the connection is closed, and every message that arrived has been read.
+
     """
 
     def __init__(
-        self, rank: int, group: dist.ProcessGroup | None, tag: int, changed: threading.Condition
+        self,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        tag: int,
+        changed: threading.Condition,
+        hear: Callable[[Peer, bytes | None], None],
     ) -> None:
         self.rank = rank
-        self.received: list[bytes] = []
-        self.gone = False
-        self._group, self._tag, self._changed = group, tag, changed
-        self.listening = False
+        self.heard = 0
+        self.leaves = self.gone = False
+        self._group, self._tag, self._changed, self._hear = group, tag, changed, hear
+        self.listening = True
         self.telling = 0
-        self._told = 0
-        # Both receives are posted now: gloo loses messages of a peer that leaves before they are
-        # awaited.
-        try:
-            frames = [self._ask(_FRAME, number) for number in (0, 1)]
-        except (RuntimeError, ValueError):
-            self.gone = True
-        else:
-            self.listening = True
-            self._start(self._listen, frames)
+        self._told = False
+        # Two receives are posted at any time, until a message is the last but one: gloo loses
+        # messages of a peer that leaves before they are awaited.
+        frames = []
+        with suppress(RuntimeError, ValueError):
+            frames += [self._ask(_FRAME, 0)]
+            frames += [self._ask(_FRAME, 0)]
+        self._start(self._listen, frames)
 
     def _try(self, function: Callable[[list[T]], None], works: list[T]) -> bool:
         """Return whether the connection stays open; clear ``works``, which hold locks of gloo."""
@@ -79,36 +92,47 @@ class Peer:
         is_open = self._try(self._take, frames)
         with self._changed:
             self.listening = False
-            self.gone = not is_open
+            if not is_open:
+                self.leaves = self.gone = True
+                self._hear(self, None)
             self._changed.notify_all()
 
     def _take(self, frames: list[tuple[bytearray, dist.Work]]) -> None:
-        for number, (frame, arrival) in enumerate(frames):
+        kind = b""
+        while kind != b".":
+            frame, arrival = frames[0]
             arrival.wait(_FOREVER)
             nbytes = int.from_bytes(frame[:8], "little")
             message = bytes(frame[8 : 8 + nbytes])
             if len(message) < nbytes:
-                rest, arrival = self._ask(nbytes - len(message), 2 + number)
+                rest, arrival = self._ask(nbytes - len(message), 1)
                 arrival.wait(_FOREVER)
                 message += rest
+            kind = message[:1]
+            del frames[0]
+            if kind == b"!":
+                with suppress(RuntimeError, ValueError):  # the peer has closed it since
+                    frames.append(self._ask(_FRAME, 0))
             with self._changed:
-                self.received.append(message)
+                self.heard += kind != b"!"
+                self.leaves = self.leaves or (kind == b"." and message != kind)
+                self._hear(self, message)
                 self._changed.notify_all()
 
     def tell(self, frame: torch.Tensor) -> None:
-        """Send a message without waiting for it to go out; after two, do nothing."""
-        number, self._told = self._told, self._told + 1
-        if number > 1:
-            return
+        """Send a message without waiting for it to go out; after the last one, do nothing."""
         sent = []
-        with suppress(RuntimeError, ValueError):  # if it is closed, the receiving thread finds out
-            for tag, part in ((number, frame[:_FRAME]), (2 + number, frame[_FRAME:])):
-                if len(part):
-                    to = {"group_dst": self.rank, "tag": self._tag + tag}
-                    sent.append((part, dist.isend(part, group=self._group, **to)))
-            with self._changed:
+        with self._changed:
+            if self._told:
+                return
+            self._told = bool(frame[8] == ord("."))
+            with suppress(RuntimeError, ValueError):  # if closed, the receiving thread finds out
+                for tag, part in ((0, frame[:_FRAME]), (1, frame[_FRAME:])):
+                    if len(part):
+                        to = {"group_dst": self.rank, "tag": self._tag + tag}
+                        sent.append((part, dist.isend(part, group=self._group, **to)))
                 self.telling += 1
-            self._start(self._see_off, sent)
+                self._start(self._see_off, sent)
 
     def _see_off(self, sent: list[tuple[torch.Tensor, dist.Work | None]]) -> None:
         self._try(self._wait, sent)
@@ -121,12 +145,21 @@ class Peer:
             assert departure is not None
             departure.wait(_FOREVER)
 
-    def leaves(self) -> bool:
-        """Return whether the peer reads no more: it is gone, or failed, or knows of a failure."""
-        failed = self.received[:1] and self.received[0][:1] == b"-"
-        return self.gone or (len(self.received) > 1 and (bool(failed) or self.received[1] != b"{}"))
 
-    def cut_off(self) -> None:
-        """Close this rank's connections to all others, by a wait that times out."""
+def cut_off(ranks: Iterable[int], group: dist.ProcessGroup | None, tag: int) -> None:
+    """Close this rank's connections to all others, by a wait for one of them that times out."""
+    for rank in ranks:  # some may be closed
         with suppress(RuntimeError, ValueError):
-            self._ask(1, 7)[1].wait(timedelta(milliseconds=1))
+            memory = torch.empty(1, dtype=torch.uint8, device="cpu")
+            work = dist.irecv(memory, group=group, group_src=rank, tag=tag + 7)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+
+def end_threads(peers: list[Peer], changed: threading.Condition, seconds: float) -> None:
+    """Wait for threads: one that returns from gloo at interpreter exit aborts the process.
+
+    ``peers`` must not contain gone ones: some of gloo's sends to them never return.
+    """
+    with changed:
+        changed.wait_for(lambda: not any(p.listening or p.telling for p in peers), seconds)

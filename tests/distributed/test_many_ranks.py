@@ -1,0 +1,85 @@
+"""Many ranks that agree: over a network in memory, where each rank is a thread."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_module.distributed.news import ENDED, News, neighbours
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("first", [3, 24, 129])
+def test_drawn_faults_are_named_by_all_others(first: int) -> None:
+    """Of up to 40 ranks, any number dies, refuses, hangs and is stopped: all others name them."""
+    draws = 40 if "AT_LENGTH" in os.environ else 1
+    script = [sys.executable, str(HERE / "draw_faults.py"), str(first), str(first + draws)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=3000)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33, 1000, 1024])
+def test_neighbours_bring_every_result_in_few_messages(size: int) -> None:
+    """A rank that has heard all neighbours, round by round, has what every rank has returned."""
+    known = [{rank} for rank in range(size)]
+    rounds = [neighbours(rank, size) for rank in range(size)]
+    for step in range(len(rounds[0])):
+        before = [set(each) for each in known]
+        for rank in range(size):
+            for to, of in rounds[rank][step].items():
+                assert before[rank].issuperset(of)  # it has what it sends
+                assert rank in rounds[to][step]  # and hears of who hears of it
+                known[to] |= set(of)
+    assert all(len(each) == size for each in known)
+    messages = sum(map(len, rounds[0]))
+    assert messages <= 2 * size.bit_length()
+    assert len({to for each in rounds[0] for to in each}) == messages
+
+
+def test_news_agree_in_any_order() -> None:
+    """Ranks that hear the same, in another order or twice, know the same."""
+    told = [
+        News.read(text)
+        for text in (
+            b'[[[3, "failed: ValueError: x"]], false, 1, []]',
+            b'[[[3, "%s"], [5, "%s"]], false, 1, [2]]' % (ENDED.encode(), ENDED.encode()),
+            b'[[[5, "hangs"]], true, 2, [4, 6]]',
+            b"[[], false, 2, [7]]",
+            b'[[[3, "had not finished"]], false, 1, [0]]',
+        )
+    ]
+    choose, found = random.Random(0), set()
+    for _ in range(50):
+        news = News(1, 8)
+        news.has_finished = True
+        for each in choose.sample(told * 2, 10):
+            news.add(**each)
+        found.add(news.written())
+        assert {0, 2} >= {*news.silent()}  # these may have answered the first question
+    expected = b'[[[3, "failed: ValueError: x"], [5, "hangs"]], true, 2, [1, 4, 6, 7]]'
+    assert found == {expected}
+
+
+def test_ranks_stay_connected_whichever_fail() -> None:
+    """Ranks that send to those beyond failed ones reach all that are left."""
+    choose = random.Random(1)
+    for _ in range(300):
+        size = choose.randrange(2, 40)
+        failed = set(choose.sample(range(size), choose.randrange(size)))
+        news = [News(rank, size) for rank in range(size)]
+        for each in news:
+            each.add(dict.fromkeys(failed, ENDED))
+        left = [rank for rank in range(size) if rank not in failed]
+        reached, through = {left[0]}, [left[0]]
+        for rank in through:
+            to = news[rank].beyond()
+            assert all(rank in news[other].beyond() for other in to)
+            through += sorted(to - reached)
+            reached |= to
+        assert reached == set(left)
