@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.layers.fused_moe import FusedMoE
+from vllm_module.runtime.step_inputs import StepInputs
 
 
 def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list[int]]]:
@@ -114,6 +115,13 @@ def _close_interrupted(llm: LLM) -> str | None:
     return "not interrupted"
 
 
+def step_after_end(llm: LLM) -> None:
+    """Compute a step that was asked for before the engine has ended, which another thread found."""
+    while llm.executor.end is None:
+        time.sleep(0.01)
+    llm.executor.run(StepInputs.nothing())
+
+
 def close_in_a_step(llm: LLM) -> str | None:
     """Return why the engine has ended that is closed by its own step, as by a signal handler."""
     first_of(llm).w2.forward = lambda *_, **__: llm.close()
@@ -168,8 +176,8 @@ def fail_in_steps(llm: LLM, stops: bool = False) -> None:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        generate, generate_late, interrupt_close, interrupt_telling, close_in_a_step, fork,
-        wait_for_device, update, experts, rounds, preemptions, fail_in_steps,
+        generate, generate_late, interrupt_close, interrupt_telling, close_in_a_step,
+        step_after_end, fork, wait_for_device, update, experts, rounds, preemptions, fail_in_steps,
     )
 }  # fmt: skip
 

@@ -237,6 +237,15 @@ def test_an_engine_closes_without_waiting(how: str, folders: dict[str, Path]) ->
         assert second.hear() == "closed"
 
 
+def test_a_step_that_comes_after_the_end_waits_for_nobody(folders: dict[str, Path]) -> None:
+    """As where a call has begun, and the thread that takes part in rounds finds the end first."""
+    with engines(folders["mixtral"]) as (first, second):
+        assert (first.hear(), second.hear()) == ("ready", "ready")
+        first.process.kill()
+        answer = second.call("step_after_end")
+        assert answer.startswith("RankError: the engine has ended: engine 0 of 2")
+
+
 def test_a_device_waits_for_no_engine_that_has_ended(folders: dict[str, Path]) -> None:
     """Its collectives would never end."""
     with engines(folders["mixtral"]) as (first, second):

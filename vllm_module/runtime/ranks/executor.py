@@ -63,8 +63,8 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
         stages: the number of pipeline stages.
         leads: False on a rank that has to :meth:`follow`.
         worker: this rank's part of the work.
-        products: what multiplies on a CPU (torch, oneDNN or loops over the codes of quantized
-            weights), by number of rows; rank 0 chooses for all ranks.
+        products: what multiplies on a CPU (torch, oneDNN, loops over codes), by number of rows;
+            rank 0 chooses for all ranks.
 
     Raises what loading raises, and ``ValueError`` if there are fewer devices than ranks, far more
     ranks than CPUs, or ``tensor_parallel_size`` is not the size of the process group.
@@ -105,8 +105,7 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
         self.stages = config.pipeline_parallel_size
         if device.type == "meta":
             raise ValueError(
-                f"device {device_config.device!r} has no memory to run a model in: expected cpu, "
-                "cuda or auto"
+                f"device {device_config.device!r} has no memory for a model: give cpu, cuda, auto"
             )
         self.engines = config.data_parallel_size
         if self.engines > 1 and engines is None:
@@ -178,6 +177,8 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
         Raises ``ModelNotReadyError`` after a failed update of the weights.
 
         """
+        if self._closed is not None:  # since the call that needs this step began
+            self.check()
         if self.stages > 1:
             assert isinstance(inputs, StepInputs), "an encoder has no stages"
             return self.launch(inputs)()
