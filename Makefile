@@ -15,12 +15,13 @@ demo: .venv/demo.stamp  ## train a small checkpoint, load it, generate text, ref
 	$(BIN)/vllm-module demo
 
 # Not `python -m pytest`, which would put the root's models/ and kernels/ on sys.path.
+# Three workers on two cores: some tests wait for other processes.
 # Programs that tests start would compile the package anew each, where no byte code may be written.
 test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist worksteal $(ARGS)
 
 laws: .venv/dev.stamp  ## check each law of loading on EXAMPLES=200 cases, and faults; and what tests do in part
-	AT_LENGTH=1 $(BIN)/pytest -q -n 2 tests/kernels/test_compiled.py tests/server/test_many_clients.py tests/adapters/test_laws.py tests/distributed/test_rearranged_experts.py "tests/adapters/test_memory.py::test_drawn_requests[plain]"
+	AT_LENGTH=1 $(BIN)/pytest -q -n 2 tests/kernels/test_compiled.py tests/server/test_many_clients.py tests/adapters/test_laws.py tests/distributed/test_rearranged_experts.py tests/distributed/test_many_ranks.py "tests/adapters/test_memory.py::test_drawn_requests[plain]"
 	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),200)
 
 lint: .venv/dev.stamp  ## check style, formatting and types

@@ -68,7 +68,7 @@ def fewer_cases(request: pytest.FixtureRequest) -> Iterator[None]:
     """Try fewer cases than of a model, whose tree an adapter has; "make laws" tries more."""
     before = settings.get_current_profile_name()
     is_wrapped = "wrapped" in str(request.node.callspec.params["name"])  # built for each rank
-    examples = (5 if is_wrapped else 25) if AT_LENGTH else (1 if is_wrapped else 5)
+    examples = (5 if is_wrapped else 25) if AT_LENGTH else (1 if is_wrapped else 3)
     settings.register_profile("few", settings.get_profile(before), max_examples=examples)
     settings.load_profile("few")
     yield
