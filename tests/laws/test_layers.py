@@ -29,7 +29,7 @@ SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))
 LAYERS, STAGES = SUBJECTS["LAYERS"], SUBJECTS["STAGES"]
 
 
-CASES = 3  # of a law for one subject; "make laws" tries as many as are asked for
+CASES = 2  # of a law for one subject; "make laws" tries as many as are asked for
 
 
 @pytest.fixture
