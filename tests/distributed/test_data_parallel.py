@@ -279,7 +279,9 @@ def test_an_engine_that_ends_is_named(how: str, folders: dict[str, Path]) -> Non
         else:
             second.process.kill()
         answer = first.call("generate", PROMPTS)
-        assert f"RankError: engine 1 of 2 (data_parallel_rank 1) {expected}" in answer
+        # Maybe found before the step, by the thread that takes part in rounds of others.
+        assert answer.startswith("RankError: ")
+        assert f"engine 1 of 2 (data_parallel_rank 1) {expected}" in answer
         if how == "failing":
             assert "a fault of this engine alone" in second.call("generate", PROMPTS)
         first.close()
