@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,22 @@ def test_scaled_once_however_often_it_is_read(tuned: Callable[[str], Any]) -> No
             adapter.update(base_names(kept, adapter.config))
             rows.slots.refill(number)
     assert all(torch.equal(before[name], tensor) for name, tensor in kept.items())
+
+
+def test_what_the_settings_do_not_name_is_told(
+    tuned: Callable[[str], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tensors say what is adapted; PEFT would leave these out, without an error, too."""
+    one = tuned("llama")
+    base = SUPPORT["load_base"](one.base)
+    SUPPORT["load_adapter"](base, one.adapter)
+    assert caplog.text == ""
+    folder = tmp_path / "adapter"
+    shutil.copytree(one.adapter, folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["target_modules"] = sorted({*settings["target_modules"]} - {"q_proj"})
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    SUPPORT["load_adapter"](base, folder)
+    (record,) = caplog.records
+    assert "target_modules does not name" in record.message
+    assert record.message.endswith("model.layers.{0..1}.self_attn.q_proj")

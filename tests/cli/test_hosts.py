@@ -260,6 +260,7 @@ def test_a_host_whose_command_fails(
 def exited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The end of this process by a watch, whose command does not end, is noted in its place."""
     exited = threading.Event()
+    # The watch would end pytest: it runs in the tests' own process, which is its command here.
     monkeypatch.setattr(os, "_exit", lambda _: exited.set())
     return exited
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from vllm_module import LLM, SamplingParams
+from vllm_module import LLM
 from vllm_module.errors import CheckpointFormatError, WeightLoadError, WeightReadError
 from vllm_module.weights import find_changes, open_update, write_update
 from vllm_module.weights.changes import Changes
 
 servers: Any = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "stores_server.py"))
-TEN = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+ELEMENTS = runpy.run_path(str(Path(__file__).with_name("test_changes.py")))
+llm = ELEMENTS["llm"]  # a fixture: an engine of one rank, and of two
+load, tokens = ELEMENTS["load"], ELEMENTS["tokens"]
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 SPARSE = (
     "model.layers.0.self_attn.k_proj.weight",
@@ -28,21 +30,6 @@ SPARSE = (
     "model.embed_tokens.weight",
     NORM,
 )
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with load(folder, tensor_parallel_size=request.param) as llm:
-        yield llm
-
-
-def load(folder: Path, **settings: Any) -> LLM:
-    return LLM(str(folder), kv_cache_memory_bytes=1 << 20, dtype="float32", **settings)
-
-
-def tokens(llm: LLM) -> list[int]:
-    (output,) = llm.generate([{"prompt_token_ids": [5, 9, 3]}], TEN, use_tqdm=False)
-    return list(output.outputs[0].token_ids)
 
 
 def take(llm: LLM, path: Path | str, **options: Any) -> None:

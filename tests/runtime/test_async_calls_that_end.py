@@ -1,0 +1,124 @@
+"""Calls of ``AsyncLLM`` whose callers go away, or that are aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_module import LLM, AsyncLLM, SamplingParams
+
+ASYNC = runpy.run_path(str(Path(__file__).with_name("test_async_llm.py")))
+llm, sync = ASYNC["llm"], ASYNC["sync"]  # fixtures
+free, last, run, tokens = (ASYNC[name] for name in ("free", "last", "run", "tokens"))
+until, until_free, LONG = ASYNC["until"], ASYNC["until_free"], ASYNC["LONG"]
+LEAVE = ["cancelled", "closed", "dropped", "cancelled at once"]
+
+
+@pytest.mark.parametrize("how", LEAVE)
+def test_whoever_leaves_frees_its_pages(llm: AsyncLLM, how: str) -> None:
+    """However a caller goes away, its request ends long before its last token."""
+
+    async def leave() -> None:
+        outputs = llm.generate([1, 2, 3], LONG)
+        if how.startswith("cancelled"):
+            task = asyncio.ensure_future(last(llm, [1, 2, 3], LONG))
+            if how == "cancelled":
+                await until(lambda: llm.llm.engine.requests)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            await outputs.__anext__()
+            assert not free(llm)
+            if how == "closed":
+                await outputs.aclose()
+        del outputs
+        before = llm.llm.engine.totals.generation_tokens
+        await until_free(llm)
+        assert llm.llm.engine.totals.generation_tokens < before + LONG.max_tokens / 2
+        assert not llm._accepted
+
+    run(leave())
+
+
+def test_cancelled_anywhere(sync: LLM, llm: AsyncLLM) -> None:
+    """Tasks are cancelled after any number of turns of the loop; others have their tokens."""
+    (expected,) = tokens(sync.generate([3, 4, 5], LONG, use_tqdm=False)[0])
+
+    async def many() -> list[int]:
+        steady = asyncio.ensure_future(last(llm, [3, 4, 5], LONG))
+        for turns in range(30):
+            task = asyncio.ensure_future(last(llm, [1 + turns], LONG))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        found: list[int] = tokens(await steady)[0]
+        await until_free(llm)
+        return found
+
+    assert run(many()) == expected
+    assert not llm._accepted
+
+
+def test_abort_ends_the_stream(llm: AsyncLLM) -> None:
+    """The output is that so far, with the reason; an unknown id is nothing."""
+
+    async def aborted() -> tuple[str | None, int]:
+        async for output in llm.generate([1, 2], LONG, "mine"):
+            if not output.finished:
+                await llm.abort("min")
+                await llm.abort("mine")
+        (sample,) = output.outputs
+        return sample.finish_reason, len(sample.token_ids)
+
+    reason, count = run(aborted())
+    assert reason == "abort"
+    assert 0 < count < 120
+    assert free(llm)
+
+
+@pytest.mark.parametrize("tokenized", [True, False])
+@pytest.mark.parametrize("which", ["b", "b-1", "b-11", "b-12", "c"])
+def test_abort_ends_all_of_a_call_and_nothing_else(
+    llm: AsyncLLM, which: str, tokenized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the ids of other calls begin with, and whether or not the engine has the prompts."""
+    calls = {"a": 1, "b": 12, "b-12": 1, "b-1-": 2, "B": 2, "bb": 1, "b.": 1}  # prompts of each
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    tokenize = llm._tokenize
+
+    async def reasons(name: str) -> list[str | None]:
+        served = llm.serve([[1]] * calls[name], params, name)
+        found = {index: output.outputs[0].finish_reason async for index, output in served}
+        return [reason for _, reason in sorted(found.items())]
+
+    async def ended() -> dict[str, list[str | None]]:
+        goes_on = asyncio.Event()
+
+        async def waits(prompts: Any) -> Any:
+            await goes_on.wait()
+            return await tokenize(prompts)
+
+        if not tokenized:
+            monkeypatch.setattr(llm, "_tokenize", waits)
+        await llm.pause("keep")
+        tasks = {name: asyncio.ensure_future(reasons(name)) for name in calls}
+        has = llm.llm.engine.requests if tokenized else llm._thread.coming
+        await until(lambda: len(has) == (sum(calls.values()) if tokenized else len(calls)))
+        await llm.abort(which)
+        goes_on.set()
+        await llm.resume()
+        return {name: await task for name, task in tasks.items()}
+
+    expected = {}
+    for name, count in calls.items():
+        ids = [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
+        expected[name] = ["abort" if which in (name, each) else "length" for each in ids]
+    assert run(ended()) == expected
+    assert free(llm)
