@@ -43,6 +43,8 @@ EXTRAS = {
     ("vllm_module.kernels.digest.compiled", "numba"): "digest",
     ("vllm_module.kernels.matmul.code_rows", "numba"): "cpu",
     ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
+    ("vllm_module.kernels.matmul.torch_threads", "llvmlite"): "cpu",
+    ("vllm_module.kernels.matmul.torch_threads", "numba"): "cpu",
     ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",
     ("vllm_module.runtime.sampling.grammar_script", "llguidance"): "structured-outputs",
     ("vllm_module.runtime.ranks.ray_actors", "ray"): "ray",

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,17 +22,16 @@ from torch.nn import functional as F
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.matmul.compiled_blocks import BLOCKS
 from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, FP8, IN_TABLE, INT8
-from vllm_module.kernels.matmul.compiled_rows import compiled_multiply
+from vllm_module.kernels.matmul.compiled_rows import ARGUMENTS, compiled_multiply
 from vllm_module.kernels.matmul.linear import most_rows_of_codes
 from vllm_module.kernels.matmul.packed_words import Packing
+from vllm_module.kernels.matmul.torch_threads import in_threads
 
 _TRIED = 1, 8, 32, 128  # numbers of rows that are timed
 _GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
 _ROUNDS = 5
 _WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
-_NO_TABLE = np.empty(0, np.float32)
-_NO_STARTS = np.empty(0, np.int64)
-_threads = threading.Lock()  # numba's threads may be started by one thread at a time
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class CodeRows(NamedTuple):
@@ -175,49 +174,50 @@ def code_rows_matmul(
 
     """
     rows = x.reshape(-1, x.shape[-1]).float()
-    inputs, zeros, table = weight.order, weight.zeros, weight.table
-    place, starts = np.array(weight.places, np.uint64), _NO_STARTS
+    inputs, place, starts = weight.order, _places(tuple(weight.places)), _NOTHING
     if weight.group_of is not None:
         inputs, place, starts = _by_group(weight)
     if inputs is not None:
         rows = rows.index_select(1, inputs)
     output = weight.outputs
     y = rows.new_empty(len(rows), -(-output // 8) * 8)
-    _multiply(weight.kind, weight.group_of is not None)(
-        _array(rows),
-        _array(weight.rows),
-        _array(weight.scales),
-        np.empty((output, 0), np.uint8) if zeros is None else _array(zeros),
-        np.float32(weight.zero),
-        _NO_TABLE if table is None else _array(table),
-        place,
-        starts,
-        y.numpy(),
-    )
+    given = {
+        "x": rows,
+        "rows": weight.rows,
+        "scales": weight.scales,
+        "zeros": weight.rows.new_empty(output, 0) if weight.zeros is None else weight.zeros,
+        "table": _NOTHING if weight.table is None else weight.table,
+        "place": place,
+        "starts": starts,
+        "y": y,
+    }
+    _multiply(weight.kind, weight.group_of is not None)(weight.zero, given)
     product = y[:, :output]
     if bias is not None:
         product = product + bias
     return product.to(dtype or x.dtype).reshape(*x.shape[:-1], output)
 
 
-def _by_group(weight: CodeRows) -> tuple[torch.Tensor, Any, Any]:
+def _by_group(weight: CodeRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the inputs with those of a group side by side, their places in a row, and groups.
 
     Of each group there is the first of its inputs, and after the last one their number.
     """
     assert weight.group_of is not None
-    group_of = _array(weight.group_of)
+    group_of = weight.group_of.numpy()
     if weight.order is not None:
         group_of = group_of[weight.order.numpy()]
     place = group_of.astype(np.int16).argsort(kind="stable")  # of 16 bits, in linear time
     starts = np.zeros(weight.scales.shape[1] + 1, np.int64)
     np.bincount(group_of, minlength=len(starts) - 1).cumsum(out=starts[1:])
     inputs = torch.from_numpy(place)
-    return inputs if weight.order is None else weight.order[inputs], place.astype(np.uint64), starts
+    order = inputs if weight.order is None else weight.order[inputs]
+    return order, inputs, torch.from_numpy(starts)
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    return tensor.detach().contiguous().numpy()
+@functools.cache
+def _places(places: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(places, dtype=torch.int64, device="cpu")
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -295,28 +295,28 @@ def _order_of(size: int, bits: int, width: int, order: Sequence[int] | None) -> 
     return words.view(size, in_byte).t().reshape(-1)
 
 
-def _multiply(kind: int, ordered: bool) -> Callable[..., None]:
+def _multiply(kind: int, ordered: bool) -> Callable[[int, dict[str, torch.Tensor]], None]:
     """Return the loops for torch's number of threads. Raises ``ImportError`` without numba."""
     return _loops(kind, ordered, torch.get_num_threads())
 
 
 @functools.cache
-def _loops(kind: int, ordered: bool, threads: int) -> Callable[..., None]:
+def _loops(
+    kind: int, ordered: bool, threads: int
+) -> Callable[[int, dict[str, torch.Tensor]], None]:
     try:
-        import numba
-    except ImportError as error:
+        compiled = compiled_multiply(kind, ordered)
+    except ModuleNotFoundError as error:
         raise ImportError(
             "multiplying codes on a CPU needs numba: pip install numba (the extra vllm-module[cpu])"
         ) from error
-    available = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined] # set when imported
-    threads = min(threads, available)
-    multiply = compiled_multiply(kind, ordered, threads > 1)
-    if threads == 1:
-        return multiply
+    call = in_threads(compiled.address, threads)
 
-    def in_threads(*arguments: Any) -> None:
-        with _threads:
-            numba.set_num_threads(threads)
-            multiply(*arguments)
+    def multiply(zero: int, given: dict[str, torch.Tensor]) -> None:
+        own = [given[name].contiguous() for name in ARGUMENTS]
+        numbers = array("q", [zero])
+        for tensor in own:
+            numbers.extend((tensor.data_ptr(), *tensor.shape))
+        call(numbers.buffer_info()[0])
 
-    return in_threads
+    return multiply

@@ -11,7 +11,6 @@ knows instead of computing eight numbers at once.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,13 @@ import numpy as np
 
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes
 from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
+from vllm_module.kernels.matmul.torch_threads import pointer, tell_numba, thread, threads
 
-_AT_ONCE = 32  # outputs that a thread takes at once
+# What the loops are given, in this order; see code_rows.CodeRows.
+ARGUMENTS = "x", "rows", "scales", "zeros", "table", "place", "starts", "y"
+_AT_ONCE = 32  # outputs of two threads are not in one line of a cache
 # Sums may be taken in any order. Infinities and NaN stay what they are.
 _OPTIONS: dict[str, Any] = {
-    "nogil": True,
     "error_model": "numpy",
     "boundscheck": False,
     "fastmath": {"contract", "reassoc", "nsz"},
@@ -83,75 +84,79 @@ _VALUES = compiled_codes.VALUES | compiled_blocks.VALUES
 _PRODUCTS = compiled_codes.PRODUCTS | compiled_blocks.PRODUCTS
 
 
-def compiled_multiply(kind: int, ordered: bool, parallel: bool) -> Callable[..., None]:
+def compiled_multiply(kind: int, ordered: bool) -> Any:
     """Return what multiplies ``x [rows, input]`` by a weight and writes ``y [rows, output]``.
 
-    The outputs of ``y`` are padded to a multiple of 8. Further arguments are those of
+    It is a function of C that each of torch's threads calls, for some of the outputs. Its argument
+    is the address of integers of 64 bits: ``zero``, then each of :data:`ARGUMENTS`, its address and
+    its shape. The outputs of ``y`` are padded to a multiple of 8. The other arguments are those of
     :class:`~vllm_module.kernels.matmul.code_rows.CodeRows`. The first call on a machine compiles
     for some seconds; numba keeps the result in its cache.
 
     Args:
         kind: how the weight is stored, which the compiler knows.
         ordered: whether inputs of a group are not side by side; ``place`` and ``starts`` say where.
-        parallel: whether numba's threads share the outputs.
 
     Raises:
-        ImportError: numba is not installed.
+        ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    from numba import njit, prange
+    from numba import carray, cfunc, types  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
     down, planes = kind == DOWN, PLANES.get(kind, 1)
     alone = kind in _PRODUCTS and not ordered  # one row is multiplied without writing values
     write, product = _VALUES[kind], _PRODUCTS.get(kind, compiled_codes.PRODUCTS[0])
     together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
+    stored = np.int32 if down else np.uint8
     written = _written()
+    tell_numba()
     for function in (*compiled_codes.USED, *compiled_blocks.USED):
         register_jitable(function)
     for inlined in (write, product, _by_group, _products):
         register_jitable(inline="always")(inlined)  # a call takes as long as a row
 
-    def multiply(
-        x: Any,
-        rows: Any,
-        scales: Any,
-        zeros: Any,
-        zero: Any,
-        table: Any,
-        place: Any,
-        starts: Any,
-        y: Any,
-    ) -> None:
+    def multiply(argument: Any) -> None:
         assert written  # numba's cache tells loops apart by this file and such numbers alone
+        at = carray(argument, 23)
+        zero = np.float32(at[0])
+        x = carray(pointer(at[1], np.float32), (at[2], at[3]))
+        rows = carray(pointer(at[4], stored), (at[5], at[6], at[7]))
+        scales = carray(pointer(at[8], np.float32), (at[9], at[10]))
+        zeros = carray(pointer(at[11], np.uint8), (at[12], at[13]))
+        table = carray(pointer(at[14], np.float32), (at[15],))
+        place = carray(pointer(at[16], np.int64), (at[17],))
+        starts = carray(pointer(at[18], np.int64), (at[19],))
+        y = carray(pointer(at[20], np.float32), (at[21], at[22]))
         groups, columns = rows.shape[1], x.shape[1]
         outputs, size = rows.shape[0] * each, columns // (planes * groups)
         one, none, shift = np.ones((1, 1), np.float32), zeros[:1, :0], np.uint32(0)
-        for part in prange((outputs + _AT_ONCE - 1) // _AT_ONCE):
-            values = np.empty((together, columns), np.float32)
-            out = values.reshape(together, planes, groups, size)
-            codes = np.empty((planes, groups, size), np.float32)
-            only = x.reshape(len(x), planes, groups, size)[0]
-            last = min((part + 1) * _AT_ONCE, outputs)
-            for first in range(part * _AT_ONCE, last, together):
-                for n in range(first, min(first + together, last)):
-                    if alone and len(x) == 1:
-                        y[0, n] = product(rows, n, scales, zeros, zero, table, only)
-                    elif ordered:
-                        write(rows, n, one, none, np.float32(0), table, 0, shift, codes)
-                        own, flat = values[n - first], codes.reshape(columns)
-                        _by_group(flat, place, starts, scales, zeros, zero, n, own)
-                    else:
-                        if down:
-                            shift = np.uint32(4 * place[n - first])
-                        own = out[n - first]
-                        write(rows, n // each, scales, zeros, zero, table, n, shift, own)
-                if not (alone and len(x) == 1):
-                    for n in range(0, together, 4):
-                        _products(x, values[n : n + 4], first + n, y)
+        values = np.empty((together, columns), np.float32)
+        out = values.reshape(together, planes, groups, size)
+        codes = np.empty((planes, groups, size), np.float32)
+        only = x.reshape(len(x), planes, groups, size)[0]
+        parts = (outputs + _AT_ONCE - 1) // _AT_ONCE
+        begin = parts * thread() // threads() * _AT_ONCE
+        end = min(parts * (thread() + 1) // threads() * _AT_ONCE, outputs)
+        for first in range(begin, end, together):
+            for n in range(first, min(first + together, end)):
+                if alone and len(x) == 1:
+                    y[0, n] = product(rows, n, scales, zeros, zero, table, only)
+                elif ordered:
+                    write(rows, n, one, none, np.float32(0), table, 0, shift, codes)
+                    own, flat = values[n - first], codes.reshape(columns)
+                    _by_group(flat, place, starts, scales, zeros, zero, n, own)
+                else:
+                    if down:
+                        shift = np.uint32(4 * place[n - first])
+                    own = out[n - first]
+                    write(rows, n // each, scales, zeros, zero, table, n, shift, own)
+            if not (alone and len(x) == 1):
+                for n in range(0, together, 4):
+                    _products(x, values[n : n + 4], first + n, y)
 
-    compiled: Callable[..., None] = njit(multiply, parallel=parallel, cache=True, **_OPTIONS)
-    return compiled
+    compiled = cfunc(types.void(types.CPointer(types.int64)), cache=True, **_OPTIONS)
+    return compiled(multiply)
 
 
 def _written() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -301,20 +303,56 @@ def test_the_default_dtype_is_not_that_of_numbers(calls: list[int]) -> None:
     assert len(calls) == seen + 1
 
 
+KEY = """
+from types import SimpleNamespace
+
+from vllm_module.kernels.matmul import compiled_codes, compiled_rows
+
+loops = compiled_rows.compiled_multiply(compiled_codes.INT8, False)
+print(loops._cache._index_key((), SimpleNamespace(magic_tuple=tuple))[2])
+"""
+
+
 def test_kept_loops_are_those_of_the_files(monkeypatch: Any, tmp_path: Path) -> None:
     """What numba finds its compiled loops by changes with the file of the functions in them."""
     codegen = SimpleNamespace(magic_tuple=tuple)
 
     def key() -> Any:
-        loops: Any = compiled_rows.compiled_multiply(compiled_codes.INT8, False, False)
-        return loops._cache._index_key((), codegen)
+        loops: Any = compiled_rows.compiled_multiply(compiled_codes.INT8, False)
+        return loops._cache._index_key((), codegen)[2]
 
     before = key()
-    assert key() == before
+    elsewhere = [sys.executable, "-c", KEY]
+    assert subprocess.check_output(elsewhere, text=True, timeout=120).strip() == str(before)
     changed = tmp_path / "codes.py"
     changed.write_text(Path(str(compiled_codes.__file__)).read_text().replace("(0x80)", "(0x40)"))
+    # An edited file.
     monkeypatch.setattr(compiled_codes, "__file__", str(changed))
     assert key() != before
+
+
+def test_threads_share_the_outputs(calls: list[int]) -> None:
+    """Bits do not depend on the number of torch's threads, nor on who else multiplies."""
+    weight = torch.randint(-128, 128, (1000, INPUT)).to(torch.int8)
+    scale, x = torch.rand(1000, 1), torch.randn(5, INPUT)
+    own = [x, x[:1]]
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(), products(Products(codes=64)):
+            return scaled_matmul(rows, weight, scale, (1, INPUT))
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = [product(rows) for rows in own]
+        assert len(calls) == 2
+        for count in (2, 3, 64):  # 1,000 outputs have 32 parts
+            torch.set_num_threads(count)
+            with ThreadPoolExecutor(3) as pool:
+                for given, rows in zip(pool.map(product, own * 4), expected * 4, strict=True):
+                    assert torch.equal(given, rows)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_numba_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

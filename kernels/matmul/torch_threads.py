@@ -1,0 +1,94 @@
+"""Threads of torch's OpenMP for compiled functions of ours.
+
+numba's own threads would be a second pool beside torch's. Threads of OpenMP go on computing for
+some time while they wait, so two pools take the processors from each other, for milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Functions of OpenMP's run-time library.
+_THREAD, _THREADS = "omp_get_thread_num", "omp_get_num_threads"
+
+
+def thread() -> Any:
+    """Return the number of this thread, in what numba compiles after :func:`tell_numba`."""
+    raise NotImplementedError
+
+
+def threads() -> Any:
+    """Return the number of all threads, in what numba compiles."""
+    raise NotImplementedError
+
+
+def pointer(address: Any, dtype: Any) -> Any:
+    """Return an integer as the address of numbers, in what numba compiles."""
+    raise NotImplementedError
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Return torch's library, in which symbols of the OpenMP library that it uses are found."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            library = ctypes.CDLL(str(path))
+            if all(hasattr(library, name) for name in (_THREAD, _THREADS, "GOMP_parallel")):
+                return library
+    raise ImportError("this torch does not use an OpenMP library with GOMP_parallel")
+
+
+@functools.cache
+def tell_numba() -> None:
+    """Tell numba what :func:`thread`, :func:`threads` and :func:`pointer` are.
+
+    They are functions of a module because numba finds what it has kept by the names of such. Other
+    objects that it can call have another name in each process.
+
+    Raises:
+        ImportError: numba is not installed, or torch's threads are not those of OpenMP.
+
+    """
+    import llvmlite.binding
+    from numba import types
+    from numba.extending import intrinsic, overload
+
+    def external(name: str) -> Any:
+        own = f"vllm_module_{name}"  # numba's own threads may use another library's
+        address = ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value
+        llvmlite.binding.add_symbol(own, address)
+        return types.ExternalFunction(own, types.int32())
+
+    @intrinsic
+    def cast(typing: Any, address: Any, dtype: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(dtype.dtype)(address, dtype), generate
+
+    casting: Any = cast
+    own, of_all = external(_THREAD), external(_THREADS)
+    overload(thread)(lambda: lambda: own())
+    overload(threads)(lambda: lambda: of_all())
+    overload(pointer)(lambda address, dtype: lambda address, dtype: casting(address, dtype))
+
+
+def in_threads(function: int, threads: int) -> Callable[[int], None]:
+    """Return what calls a function once in each of some threads of torch, and waits for all.
+
+    Args:
+        function: address of a C function whose argument is an address.
+        threads: largest number of threads.
+
+    """
+    parallel = _library().GOMP_parallel
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return lambda argument: parallel(function, argument, threads, 0)
