@@ -59,7 +59,8 @@ def scaled(dtype: torch.dtype, block: tuple[int, int]) -> Case:
     weight = torch.randint(256, (OUTPUT, INPUT)).to(torch.uint8)
     weight[weight & 0x7F == 0x7F] = 0  # NaN in FP8
     weight = weight.view(dtype)
-    scale = torch.rand(-(-OUTPUT // block[0]), INPUT // block[1])
+    count = -(-OUTPUT // block[0]), INPUT // block[1]
+    scale = torch.rand(count) * 2.0 ** torch.randint(-20, 20, count)
     spread = scale.repeat_interleave(block[0], 0)[:OUTPUT].repeat_interleave(block[1], 1)
     return lambda x: scaled_matmul(x, weight, scale, block), weight.double() * spread
 
