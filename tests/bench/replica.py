@@ -1,11 +1,12 @@
 """What it costs to load an engine from an engine, and the engine that it is loaded from.
 
-    python tests/bench/replica.py [--rounds 5] [--ranks 1] [--out FILE]
+    python tests/bench/replica.py [--rounds 5] [--ranks 1] [--start] [--out FILE]
 
 A process of one thread loads a checkpoint of the 58M shape of ``engine.py``, from its folder and
 from an engine that serves it, in turns: its seconds, and the tokens a second of that engine, which
 generates with one thread meanwhile. So the processors do as much in both. Bits are compared first.
-An engine of several ranks is loaded from by its first rank alone, too.
+An engine of several ranks is loaded from by its first rank alone, too. ``--start``: each load is
+that of an engine that starts, from its process to its first token.
 """
 
 from __future__ import annotations
@@ -54,6 +55,45 @@ for line in sys.stdin:
 """
 
 
+START = """
+import hashlib, sys, time
+begin = time.perf_counter()
+import torch
+torch.set_num_threads(1)
+from vllm_module import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], dtype="float32", max_model_len=64, max_num_seqs=8,
+          kv_cache_memory_bytes=1 << 27, skip_tokenizer_init=True)
+prompt = {"prompt_token_ids": [1, 2, 3]}
+llm.generate([prompt], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+seconds, digest = time.perf_counter() - begin, hashlib.sha256()
+for tensor in llm.executor.worker.model.parameters():
+    digest.update(tensor.detach().numpy())
+print(seconds, digest.hexdigest())
+"""
+
+
+class Starter:
+    """Starts an engine in a process of its own for each load."""
+
+    def __init__(self, token: str) -> None:
+        self._environment = os.environ | {
+            "VLLM_MODULE_REPLICA_TOKEN": token, "OMP_NUM_THREADS": "1"
+        }  # fmt: skip
+
+    def load(self, way: str, model: str) -> tuple[float, str]:
+        """Return the seconds until the first token, and the digest of what was loaded."""
+        del way
+        printed = subprocess.check_output(
+            [sys.executable, "-c", START, model], text=True, env=self._environment
+        )
+        seconds, digest = printed.splitlines()[-1].split()
+        return float(seconds), digest
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
 class Loader:
     """A process that loads what it is told to."""
 
@@ -99,9 +139,11 @@ class Busy:
         self._thread.join()
 
 
-def measure(llm: LLM, ways: dict[str, str], token: str, rounds: int) -> dict[str, Any]:
+def measure(
+    llm: LLM, ways: dict[str, str], loader: Loader | Starter, rounds: int
+) -> dict[str, Any]:
     """Return seconds of loads and tokens a second meanwhile, by way and round."""
-    loader, busy = Loader(token), Busy(llm, 8)
+    busy = Busy(llm, 8)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     try:
@@ -127,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--start", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -142,7 +185,8 @@ def main() -> None:
             ways = {"folder": str(folder), "replica": server.url}
             if given.ranks > 1:
                 ways["first"] = server.url
-            result = measure(llm, ways, server.token, given.rounds)
+            loader = (Starter if given.start else Loader)(server.token)
+            result = measure(llm, ways, loader, given.rounds)
     for name, each in result["seconds"].items():
         rates = result["tokens_per_second"][name]
         print(f"load from {name}: {each:.2f} s; tokens/s meanwhile {statistics.median(rates):.0f}")
