@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import time
 from array import array
@@ -27,6 +28,7 @@ from vllm_module.kernels.matmul.linear import most_rows_of_codes
 from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.kernels.matmul.torch_threads import in_threads
 
+_log = logging.getLogger(__name__)
 _TRIED = 1, 8, 32, 128  # numbers of rows that are timed
 _GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
 _ROUNDS = 5
@@ -232,8 +234,9 @@ def fastest_code_rows(
 ) -> int:
     """Return the largest number of rows that the loops multiply faster than dequantizing first.
 
-    Both multiply by int8 weights, the fastest to dequantize, in less than a second. It is 0 without
-    numba; with it, the first call on a machine compiles the loops in some seconds, and keeps them.
+    Both multiply by int8 weights, the fastest to dequantize, in less than a second. Without numba
+    it is 0, and the log says so. With it, the first call on a machine compiles the loops in some
+    seconds, and keeps them.
 
     Args:
         threads: torch's number of threads; it is measured once for each number.
@@ -242,7 +245,12 @@ def fastest_code_rows(
     """
     try:
         _loops(INT8, False, threads)
-    except ImportError:
+    except ImportError as error:
+        _log.warning(
+            "each product with quantized weights dequantizes them first, which takes several times "
+            "as long on a CPU as multiplying by their codes: %s",
+            error,
+        )
         return 0
     weights = torch.ones(_WEIGHTS, dtype=torch.int8, device="cpu")
     scale = weights.new_ones(_WEIGHTS[1], 1, dtype=torch.float32)

@@ -356,11 +356,15 @@ def test_threads_share_the_outputs(calls: list[int]) -> None:
         torch.set_num_threads(before)
 
 
-def test_without_numba_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are dequantized first, and a call of the loops names the extra."""
+def test_without_numba_nothing_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights are dequantized first, and the log and a call of the loops name the extra."""
+    # An environment without the extra.
     monkeypatch.setitem(sys.modules, "numba", None)
     home._loops.cache_clear()
     assert fastest_code_rows(1, lambda _: pytest.fail("it was measured")) == 0
+    assert "vllm-module[cpu]" in caplog.text
     codes = home.eight_bit_rows(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 1), (1, 8))
     assert codes is not None
     with pytest.raises(ImportError, match=r"vllm-module\[cpu\]"):
