@@ -5,21 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pydantic import model_validator
 from torch import nn
 
-from vllm_module.hf_config import HFConfig
+from vllm_module.hf_config import HFConfig, Size
 from vllm_module.layers import ReplicatedLinear
 from vllm_module.models.bert import HEADS, BertConfig, BertModel
 from vllm_module.models.roberta import RobertaConfig, RobertaModel
 
 
 class _Labels(HFConfig):
-    id2label: dict[str, str] | None = None
+    """``num_labels`` are the classes of the head: unless given, those that have a name, or two."""
 
-    @property
-    def num_labels(self) -> int:
-        """The classes of the head; transformers writes them unless there are two."""
-        return 2 if self.id2label is None else len(self.id2label)
+    id2label: dict[str, str] | None = None
+    num_labels: Size = 2
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_labels(cls, entries: Any) -> Any:
+        if not isinstance(entries, dict) or entries.get("num_labels") is not None:
+            return entries
+        named = entries.get("id2label")
+        return {**entries, "num_labels": len(named) if isinstance(named, dict) else 2}
 
 
 class BertClassifierConfig(_Labels, BertConfig):

@@ -132,9 +132,13 @@ def announce(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
 
 
 def test_an_installed_package_announces_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point of the group ``vllm_module.models`` is a model; two of a name are refused."""
-    announce(monkeypatch, "vllm_module.models.llama:LlamaForCausalLM")
-    assert model_class(["OutsideForCausalLM"]) is LlamaForCausalLM
+    """An entry point of the group ``vllm_module.models`` is a model; two of a name are refused.
+
+    They are one if two packages announce the same class.
+    """
+    for count in (1, 2):
+        announce(monkeypatch, *["vllm_module.models.llama:LlamaForCausalLM"] * count)
+        assert model_class(["OutsideForCausalLM"]) is LlamaForCausalLM
     announce(monkeypatch, "one.module:Model", "another:Model")
     with pytest.raises(UnsupportedModelError, match=r"one\.module:Model, another:Model; choose"):
         model_class(["OutsideForCausalLM"])

@@ -73,6 +73,27 @@ def test_news_agree_in_any_order() -> None:
     assert found == {expected}
 
 
+def test_who_is_silent_follows_from_all_that_was_heard() -> None:
+    """Who has neither failed nor answered one of the last two questions that the rank heard."""
+    choose = random.Random(2)
+    for _ in range(100):
+        news, heard, answers = News(0, 6), [0], {0: set[int]()}
+        news.has_finished = choose.random() < 0.5
+        failed: set[int] = set()
+        for _ in range(8):
+            question = choose.choice([0, heard[-1], heard[-1] + 1, heard[-1] + 2])
+            told = {*choose.sample(range(1, 6), choose.randrange(3))}
+            failed |= {choose.randrange(1, 6)} if choose.random() < 0.1 else set()
+            news.add(dict.fromkeys(failed, ENDED), question=question, finished=told)
+            question = max(question or heard[-1], bool(failed))  # a failure is the first
+            if question > heard[-1]:
+                heard.append(question)
+                answers[question] = {0} if news.has_finished else set()
+            answers[question] |= told
+            answered = set[int]().union(*(answers[each] for each in heard[-2:]))
+            assert news.silent() == sorted({*range(6)} - answered - failed)
+
+
 def test_ranks_stay_connected_whichever_fail() -> None:
     """Ranks that send to those beyond failed ones reach all that are left."""
     choose = random.Random(1)

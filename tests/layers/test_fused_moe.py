@@ -273,18 +273,26 @@ def test_weights_that_are_not_renormalized_and_apply_to_the_input() -> None:
 
 @pytest.mark.parametrize("counts", [(3, 0, 4, 1), (0, 0, 0, 0), (0, 0, 2, 0, 0, 1)])
 def test_ranks_with_tokens_of_their_own(counts: tuple[int, ...]) -> None:
-    """Each rank gets the results for its own tokens, however many it and the others have."""
+    """Each rank gets the results for its own tokens, however many it and the others have.
+
+    Each counts the tokens of all ranks, and no padding.
+    """
     weights = stored(bias=True)
     inputs = [tokens(count) for count in counts]
 
-    def rank_fn(rank: int) -> torch.Tensor:
+    def rank_fn(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         with tensor_parallel(rank=0, size=1), expert_parallel(rank=rank, size=len(counts)):
             layer = experts(bias=True)
         layer.load_weights(packed(weights))
-        return layer(*inputs[rank], shared=inputs[rank][0])
+        layer.counts = torch.zeros(EXPERTS + 1, dtype=torch.int64)
+        return layer(*inputs[rank], shared=inputs[rank][0]), layer.counts[:EXPERTS]
 
-    for (x, logits), computed in zip(inputs, run_ranks(len(counts), rank_fn), strict=True):
+    chosen = torch.cat([logits.topk(TOP_K).indices for _, logits in inputs]).flatten()
+    for (x, logits), (computed, counted) in zip(
+        inputs, run_ranks(len(counts), rank_fn), strict=True
+    ):
         torch.testing.assert_close(computed, loop(weights, x, logits) + x, **CLOSE)
+        assert torch.equal(counted, chosen.bincount(minlength=EXPERTS))
 
 
 def test_adapters_are_refused_where_ranks_have_tokens_of_their_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from transformers import (
 from vllm_module import ModelConfig, get_model
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import MissingWeightError, ShardingError, UnsupportedModelError
+from vllm_module.models.classifiers import BertClassifierConfig, RobertaClassifierConfig
 
 WITHIN = 1e-4  # as in conftest.py
 LENGTHS = [7, 16, 1, 16, 24]
@@ -200,3 +202,17 @@ def test_heads_that_cannot_be_divided_are_refused(saved: Saved) -> None:
     """More ranks than heads are refused with the numbers."""
     with pytest.raises(ShardingError, match=r"4 attention heads .* 3 tensor-parallel ranks"):
         run_ranks(3, lambda rank: get_model(model_config=ModelConfig(model=str(saved.folder))))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_head_has_the_classes_of_transformers(kind: str) -> None:
+    """By their number, which some files have, else by their names, else two."""
+    ours = BertClassifierConfig if kind.startswith("bert") else RobertaClassifierConfig
+    given = CONFIGS[kind].to_dict() | {"architectures": ["any"]}
+    names = [{str(at): f"class {at}" for at in range(count)} for count in (1, 2, 3)]
+    absent = "an entry that is not there"
+    for named, count in product((absent, None, *names), (absent, 1, 2, 3)):
+        entries = {**given, "id2label": named, "num_labels": count}
+        entries = {name: value for name, value in entries.items() if value is not absent}
+        theirs = type(CONFIGS[kind]).from_dict(entries)
+        assert ours.model_validate(entries).num_labels == theirs.num_labels, (named, count)

@@ -332,3 +332,19 @@ def test_the_format_of_int8_may_be_left_out() -> None:
     layer.quantize(BitsAndBytes8BitMethod())
     layer.load_weights({name: tensor for name, tensor in saved.items() if "format" not in name})
     torch.testing.assert_close(layer(torch.eye(64)).T, wide)
+
+
+@pytest.mark.parametrize("kind", bnb.KINDS)
+def test_rows_of_zeros(kind: str) -> None:
+    """Rows of zeros, such as those of unused tokens, have the scale 0 and stay zeros."""
+    weight = torch.randn(32, 64)
+    weight[[0, 7, 31]] = 0
+    saved, wide = bnb.quantized(weight, kind)
+    layer: Any = ReplicatedLinear(64, 32, bias=False)
+    quant_type = bnb.KINDS[kind].get("bnb_4bit_quant_type")
+    if quant_type is None:
+        layer.quantize(BitsAndBytes8BitMethod())
+    else:
+        layer.quantize(BitsAndBytes4BitMethod(quant_type, nested=kind.endswith("nested")))
+    layer.load_weights(saved)
+    torch.testing.assert_close(layer(torch.eye(64)).T, wide)

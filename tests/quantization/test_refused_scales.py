@@ -17,6 +17,7 @@ from vllm_module.errors import (
     WeightLoadError,
     WeightReadError,
 )
+from vllm_module.quantization import demand
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,9 +80,19 @@ def test_an_impossible_scale(
     [("ct-channel-dynamic", "weight_scale"), ("fp8-block", "weight_scale_inv")],
 )
 def test_one_scale_of_many(
-    published: Any, edited: Any, layout: str, scale: str, value: float, place: int
+    published: Any,
+    edited: Any,
+    layout: str,
+    scale: str,
+    value: float,
+    place: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One impossible scale of a channel or block, anywhere and on any rank, is refused."""
+    """One impossible scale of a channel or block, anywhere and on any rank, is refused.
+
+    So it is where few of them are looked at at a time.
+    """
+    monkeypatch.setattr(demand, "_CHUNK", 3)
     source = published(layout)
 
     def edit(tensors: Tensors) -> None:

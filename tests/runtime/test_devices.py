@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from vllm_module import DeviceConfig, LoadConfig
 from vllm_module.config import EngineConfig
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
 from vllm_module.runtime.cache.page_pool import PagePool
-from vllm_module.runtime.devices import own_device
+from vllm_module.runtime.devices import as_called, own_device
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.ranks import connections
@@ -439,3 +440,21 @@ def test_graphs_are_captured_on_the_device_of_the_model(monkeypatch: pytest.Monk
     ModelRunner(model, device, 4, 2).capture(20)  # type: ignore[arg-type]
     # Prompts of 20 and 16 tokens; 4, 2 and 1 sequences that decode.
     assert captures == [("pool", ("stream", device))] * 5
+
+
+def test_an_item_is_freed_before_the_next_is_computed() -> None:
+    """Tensors of an update, of which a caller's generator makes one at a time."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []  # of the tensors made before, when the next is made
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for number in range(3):
+            alive.append(sum(each() is not None for each in made))
+            tensor = torch.full((2,), number)
+            made.append(weakref.ref(tensor))
+            yield tensor
+            del tensor
+
+    items = as_called(tensors(), torch.device("cpu"))
+    assert [next(items).tolist() for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
+    assert alive == [0, 0, 0]

@@ -109,6 +109,11 @@ def test_the_memory_of_buckets_is_used_again(ran: Ran, case: str, places: int) -
     assert ran(case) == [{"returned": {"alive": [0] * 9}}, expected, expected]
 
 
+def test_no_memory_is_offered_at_the_end(ran: Ran) -> None:
+    """All of it is freed, after rounds that failed, too; the system keeps what is still open."""
+    assert ran("offered at the end") == [{"returned": []}] * 3
+
+
 def test_nothing_and_nothing_more_are_well(ran: Ran) -> None:
     """Sending no pair works, and so does taking no more after the last tensor."""
     assert ran("nothing") == [{"returned": None}] + [{"returned": [0, 0, 1]}] * 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TypeVar
 
+from vllm_module.base.messages import printable_name
 from vllm_module.layout.layout import (
     FORMAT,
     VERSION,
@@ -15,6 +17,7 @@ from vllm_module.layout.layout import (
     RankBoxes,
     StoredTensorLayout,
 )
+from vllm_module.layout.views import meeting
 
 _Shapes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 T = TypeVar("T")
@@ -26,7 +29,8 @@ def layout_of_stages(stages: Sequence[Layout]) -> Layout:
     Ranks are counted stage by stage: rank ``r`` of stage ``s`` is ``r`` plus the ranks of the
     stages before it. What several stages hold, such as a tied embedding, has the boxes of each.
 
-    Raises ``ValueError`` for no stages, and for those of different models.
+    Raises ``ValueError`` for no stages, for those of different models, and for a tensor of which
+    two stages hold boxes that overlap and are not the same.
     """
     if not stages:
         raise ValueError("a pipeline has one stage or more, got no layout")
@@ -46,7 +50,7 @@ def layout_of_stages(stages: Sequence[Layout]) -> Layout:
                 held = _moved(layout.partitions[entry.partition], first)
                 key = replace(entry, partition=0)
                 before = found.get(key)
-                found[key] = held if before is None else _joined(before, held)
+                found[key] = held if before is None else _joined(entry.name, before, held)
         first += layout.ranks
     all_shapes, all_cuts = dict[_Shapes, int](), dict[Partition, int]()
     parameters = {
@@ -83,8 +87,18 @@ def _moved(cut: Partition, first: int) -> Partition:
     return Partition(tuple(held), cut.conversion)
 
 
-def _joined(cut: Partition, other: Partition) -> Partition:
+def _joined(name: str, cut: Partition, other: Partition) -> Partition:
     """Return what two stages hold of one tensor; ranks that hold the same are listed together."""
+    one, two = (
+        {(held.experts, box.view, box.start, box.size) for held in each.held for box in held.boxes}
+        for each in (cut, other)
+    )
+    for (*of, start, size), (*of_other, begin, count) in product(one, two - one):
+        if of == of_other and meeting((start, size), (begin, count)):
+            raise ValueError(
+                f"two stages cut {printable_name(name)}, which both hold, in different ways: give "
+                "these stages the same number of ranks"
+            )
     by_boxes: dict[RankBoxes, tuple[int, ...]] = {}
     for each in (*cut.held, *other.held):
         key = replace(each, ranks=(0,))

@@ -50,11 +50,10 @@ class BucketMemory:
         if not self.shares:
             bucket = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         else:
-            offered = OfferedMemory(nbytes + TOKEN_BYTES)
+            self._offered[self.turn] = offered = OfferedMemory(nbytes + TOKEN_BYTES)
             offers = [] if offer is None else [offer]
             mapped, found = offered.join(offers, len(offers), allocated=False)
             self.shares = found == 0 and offered.offer is not None
-            self._offered[self.turn] = offered
             if offer is not None:
                 self._withdraw(self.turn)
             bucket = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes)
