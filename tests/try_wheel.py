@@ -66,10 +66,17 @@ get_model(model_config=ModelConfig(model=str(folder)), device_config=DeviceConfi
     load_config=LoadConfig(load_format="dummy"))
 """
 NIXL = "from vllm_module.cooperative.nixl import NixlCarrier; NixlCarrier()"
+CODES = """
+import torch
+from vllm_module.kernels.matmul.code_rows import code_rows_matmul, eight_bit_rows
+weight, x = torch.ones(64, 32, dtype=torch.int8), torch.ones(1, 32)
+rows = eight_bit_rows(weight, torch.full((64, 1), 0.5), (1, 32))
+assert code_rows_matmul(x, rows).eq(16).all()
+"""
 # For each extra, code that needs it, and what that says where the extra is missing.
 EXTRAS = {
     "compressed-tensors": (COMPRESSED, "vllm-module[compressed-tensors]"),
-    "cpu": ("import numba", "No module named"),
+    "cpu": (CODES, "vllm-module[cpu]"),
     "demo": ("import transformers", "No module named 'transformers'"),
     "digest": ("import numba", "No module named"),
     "docs": ("import material, mkdocs, mkdocstrings_handlers.python", "No module named"),
