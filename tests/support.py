@@ -10,6 +10,7 @@ import fcntl
 import importlib
 import os
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -59,6 +60,19 @@ def free_port() -> int:
             return port
 
 
+def torchrun_options(size: int, host: int, hosts: int, port: int) -> list[str]:
+    """Return torchrun's options for those of ``size`` ranks that run on host ``host``."""
+    options = {
+        "nnodes": hosts,
+        "node-rank": host,
+        "nproc-per-node": size // hosts,
+        "master-addr": "127.0.0.1",
+        "master-port": port,
+        "monitor-interval": 0.1,
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
 def start_torchrun(
     size: int,
     script: Path,
@@ -69,18 +83,10 @@ def start_torchrun(
     port: int,
 ) -> subprocess.Popen[str]:
     """Start those of the ``size`` ranks of ``script directory`` that run on host ``host``."""
-    options = {
-        "nnodes": hosts,
-        "node-rank": host,
-        "nproc-per-node": size // hosts,
-        "master-addr": "127.0.0.1",
-        "master-port": port,
-        "monitor-interval": 0.1,
-    }
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *(f"--{name}={value}" for name, value in options.items()),
+            *torchrun_options(size, host, hosts, port),
             *(str(script), str(directory)),
         ],
         stdout=subprocess.PIPE,
@@ -158,22 +164,31 @@ def exit_codes(pids: Sequence[int]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> None:
-    """Run ``script directory`` in ``size`` processes; if they fail, show what they printed.
+def as_program(script: Path, *arguments: str) -> None:
+    """Run ``script`` in this fork as Python would; the fork ends when its parent has ended."""
+    end_with(os.getppid())
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
-    Each of ``hosts`` is a torchrun agent on this machine.
+
+def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> None:
+    """Run ``script directory`` in ``size`` processes, which are forks of torchrun's agents.
+
+    Each of ``hosts`` is an agent on this machine, which is a fork of this process: nobody imports
+    PyTorch again. ``start_torchrun`` starts programs.
     """
+    from torch.distributed.launcher import api
+    from torch.distributed.run import config_from_args, parse_args
+
     port = free_port()
-    agents = [
-        start_torchrun(size, script, directory, host=host, hosts=hosts, port=port)
-        for host in range(hosts)
-    ]
-    try:
-        output = "".join(agent.communicate(timeout=LIMIT)[0] for agent in agents)
-    finally:
-        for agent in agents:
-            agent.terminate()  # and not kill: it ends its ranks
-    assert [agent.returncode for agent in agents] == [0] * hosts, output
+
+    def agent(host: int) -> None:
+        options = torchrun_options(size, host, hosts, port)
+        config, _, _ = config_from_args(parse_args([*options, str(script)]))
+        config.start_method = "fork"
+        api.elastic_launch(config, as_program)(script, str(directory))
+
+    assert exit_codes(fork_ranks(hosts, agent, port=port)) == [0] * hosts
 
 
 @contextlib.contextmanager

@@ -83,8 +83,11 @@ CORE = {distribution(requirement) for requirement in PROJECT["dependencies"]}
 
 def third_party(path: Path) -> Iterator[tuple[str, int, str]]:
     """Yield the top-level name of each foreign import, its line, and when it happens."""
-
-    def walk(node: ast.AST, when: str) -> Iterator[tuple[str, int, str]]:
+    source = path.read_bytes()
+    for_types = b"TYPE_CHECKING" in source  # few files have it, and writing conditions out is slow
+    waiting: list[tuple[ast.AST, str]] = [(ast.parse(source), "at import")]
+    while waiting:
+        node, when = waiting.pop()
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -102,12 +105,9 @@ def third_party(path: Path) -> Iterator[tuple[str, int, str]]:
                 yield top, getattr(node, "lineno", 0), when
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             when = "lazily"
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             when = "for type checkers"
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, when)
-
-    yield from walk(ast.parse(path.read_bytes()), "at import")
+        waiting.extend((child, when) for child in ast.iter_child_nodes(node))
 
 
 def package_problems(root: Path) -> list[str]:

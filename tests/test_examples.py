@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 PYTHON = os.environ.get("CLIENTS_PYTHON", "")  # see tests/server/test_clients.py
 PRINTS = {
     "own_model": r"generated \[(\d+, ){7}\d+\]",
@@ -28,18 +30,58 @@ PRINTS = {
 }
 
 
+# Each example is a fork of one program, which has imported what they need, and ends as Python does.
+PROGRAM = """
+import gc, os, runpy, sys
+import tokenizers
+import vllm_module.runtime.llm
+import vllm_module.testing
+
+results, *scripts = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(scripts[0]))
+gc.collect()
+gc.freeze()  # what is shared by the forks is neither walked nor copied when they end
+forks = {}
+for script in scripts:
+    pid = os.fork()
+    if pid == 0:
+        for number, kind in (1, "out"), (2, "err"):
+            name = f"{os.path.basename(script)}.{kind}"
+            os.dup2(os.open(os.path.join(results, name), os.O_CREAT | os.O_WRONLY), number)
+        sys.argv = [script]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    forks[script] = pid
+for script, pid in forks.items():
+    with open(os.path.join(results, f"{os.path.basename(script)}.code"), "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all examples; return the folder of what they have printed."""
+
+    def run(directory: Path) -> None:
+        scripts = [str(EXAMPLES / f"{name}.py") for name in PRINTS]
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", PROGRAM, str(directory), *scripts],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+            check=True,
+        )
+
+    directory: Path = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), "examples", run)
+    return directory
+
+
 @pytest.mark.parametrize("name", PRINTS)
-def test_an_example_runs(name: str) -> None:
+def test_an_example_runs(results: Path, name: str) -> None:
     """The example ends without an error or warning, and shows what its text promises."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
+    code, out, err = (
+        (results / f"{name}.py.{kind}").read_text() for kind in ("code", "out", "err")
     )
-    assert done.returncode == 0, done.stderr
-    assert re.search(PRINTS[name], done.stdout), done.stdout
+    assert code == "0", err
+    assert re.search(PRINTS[name], out), out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="there is no Ray")

@@ -62,12 +62,12 @@ def expected(folder: Path) -> Expected:
     """Return what transformers and PEFT generate with an adapter, or without one."""
 
     @cache
-    def tokens(name: str | None, prompt: int) -> list[int]:
+    def tokens(name: str | None) -> list[list[int]]:
         base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
         model = base if name is None else peft.PeftModel.from_pretrained(base, folder / name).eval()
-        return greedy(model, PROMPTS[prompt])
+        return [greedy(model, prompt) for prompt in PROMPTS]
 
-    return tokens
+    return lambda name, prompt: tokens(name)[prompt]
 
 
 def load(folder: Path, **settings: Any) -> LLM:

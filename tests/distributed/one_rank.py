@@ -1,12 +1,10 @@
 """What one rank computes, in numbers that float32 holds exactly; also a script.
 
-``one_rank.py DIRECTORY``, under torchrun, saves ``DIRECTORY/rank<R>.pt``; with a size after it,
-the ranks are forks of the script.
+``one_rank.py DIRECTORY``, under torchrun, saves ``DIRECTORY/rank<R>.pt``.
 """
 
 from __future__ import annotations
 
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,6 +98,7 @@ def compute() -> dict[str, torch.Tensor]:
 
 
 def main(directory: Path) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
         assert isinstance(tensor_parallel_group(), ProcessGroup)
@@ -111,13 +110,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if len(sys.argv) == 2:
-        main(target)
-    else:
-        torch.set_num_threads(1)
-        support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
-        pids = support["fork_ranks"](
-            int(sys.argv[2]), lambda rank: main(target), port=support["free_port"]()
-        )
-        sys.exit(max(map(abs, support["exit_codes"](pids))))
+    main(Path(sys.argv[1]))

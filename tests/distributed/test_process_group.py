@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +24,13 @@ def by_torchrun(directory: Path) -> None:
 
 
 def forked(size: int) -> Callable[[Path], object]:
-    command = [sys.executable, str(SCRIPT)]
-    return lambda directory: subprocess.run([*command, str(directory), str(size)], check=True)
+    main = runpy.run_path(str(SCRIPT))["main"]
+
+    def run(directory: Path) -> None:
+        pids = SUPPORT["fork_ranks"](size, lambda _: main(directory), port=SUPPORT["free_port"]())
+        assert SUPPORT["exit_codes"](pids) == [0] * size
+
+    return run
 
 
 STARTS = {

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,9 +19,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hold the law on two ranks, on three, and on two with a fault."""
 
     def run(directory: Path) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCRIPT), str(directory)]
-        subprocess.run(command, check=True, timeout=SUPPORT["LIMIT"], env=environment)
+        # A fork: what it sets is not set here, and nothing is imported again.
+        work = partial(SUPPORT["as_program"], SCRIPT, str(directory))
+        pids = SUPPORT["fork_ranks"](1, lambda _: work(), port=SUPPORT["free_port"]())
+        assert SUPPORT["exit_codes"](pids) == [0]
 
     directory: Path = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), "law", run)
     return directory

@@ -30,6 +30,7 @@ settings.register_profile("models", settings.get_profile("ci"), max_examples=2)
 
 # runpy, because pytest's importlib mode has no imports between test files.
 _one_rank = runpy.run_path(str(Path(__file__).with_name("one_rank.py")))
+_fill_once = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["fill_once"]
 _configurations = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
 CONFIGS: dict[str, dict[str, Any]] = _configurations["CONFIGS"]
 FILES: dict[str, dict[str, Any]] = _configurations["FILES"]
@@ -183,17 +184,21 @@ def _one_thread_per_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """Return the tiny checkpoint of a name in CONFIGS. Each is made once."""
+    """Return the tiny checkpoint of a name in CONFIGS. Each is made once for all workers."""
     checkpoints: dict[str, Checkpoint] = {}
+
+    def make(directory: Path) -> None:
+        name = directory.name.removeprefix("tiny-")
+        made = make_checkpoint(directory / name, CONFIGS[name], FIRST_SEEDS.get(name, 0))
+        file = made.folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | FILES.get(name, {})))
+        torch.save(vars(made.reference), directory / "reference.pt")
 
     def get(name: str) -> Checkpoint:
         if name not in checkpoints:
-            made = make_checkpoint(
-                tmp_path_factory.mktemp(name), CONFIGS[name], FIRST_SEEDS.get(name, 0)
-            )
-            file = made.folder / "config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | FILES.get(name, {})))
-            checkpoints[name] = made
+            made = _fill_once(tmp_path_factory.getbasetemp(), f"tiny-{name}", make)
+            reference = Reference(**torch.load(made / "reference.pt"))
+            checkpoints[name] = Checkpoint(made / name, reference)
         return checkpoints[name]
 
     return get

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from vllm_module.kernels import operators
 
@@ -57,6 +56,14 @@ LIMITS = {"max_num_batched_tokens": 1100, "max_num_seqs": 40, "max_model_len": 9
 MOST_PAGES = -(-LIMITS["max_model_len"] // PAGE)  # no multiple of 4, as tables may have
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return what torch's ``tree_leaves`` finds in several times as long."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    each = value.values() if type(value) is dict else value
+    return [x for of in each for x in tensors_in(of)] if type(value) in (dict, list, tuple) else []
+
+
 class HostUsedError(Exception):
     """An operation took, made or waited for a tensor of the host."""
 
@@ -69,8 +76,8 @@ class NoTensorsOfHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, torch.Tensor) and tensor.is_cpu:
+        for tensor in tensors_in((args, kwargs, result)):
+            if tensor.is_cpu:
                 raise HostUsedError(f"{func} takes or makes a tensor of the host")
         return result
 
@@ -92,7 +99,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        made = [x.numel() for x in tensors_in(result)]
         self.elements = max([self.elements, *made])
         return result
 

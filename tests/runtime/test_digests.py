@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams
+from vllm_module.cli import main
 from vllm_module.core.digests import ModelDigest
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -65,9 +66,10 @@ def engine(folder: Path, **arguments: Any) -> LLM:
 
 def stored(folder: Path) -> dict[str, str]:
     """Return what the command prints of the files."""
-    command = [sys.executable, "-m", "vllm_module.cli", "digest", str(folder), "--json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    return {each["name"]: each["digest"] for each in json.loads(done.stdout)["tensors"]}
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        assert main(["digest", str(folder), "--json"]) == 0
+    return {each["name"]: each["digest"] for each in json.loads(printed.getvalue())["tensors"]}
 
 
 def digest(llm: LLM) -> ModelDigest:

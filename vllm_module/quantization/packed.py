@@ -316,8 +316,11 @@ class PackedMethod(QuantizeMethod):
         zero too.
         """
         *experts, rows, groups = words.shape
-        if experts:  # one after the other: their words are many times as large unpacked
+        if experts or words.is_meta:
             zeros = words.new_empty(*experts, rows * 32 // self.bits, groups, dtype=torch.uint8)
+            if words.is_meta:  # each layer is built on meta, where torch's operations are slow
+                return zeros
+            # One after the other: their words are many times as large unpacked.
             for expert, own in zip(zeros, words, strict=True):
                 expert.copy_(self._zeros(own))
             return zeros
