@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -121,26 +122,29 @@ def fork_ranks(
     They end when this process does.
     """
     parent, pids = os.getpid(), []
-    for rank in range(size) if ranks is None else ranks:
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        code = 1
-        try:
-            end_with(parent)
-            os.environ |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            }
-            work(rank)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    with warnings.catch_warnings():
+        # From 3.12 on Python warns of forks beside threads; torch has some that do nothing yet.
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)
+        for rank in range(size) if ranks is None else ranks:
+            pid = os.fork()
+            if pid:
+                pids.append(pid)
+                continue
+            code = 1
+            try:
+                end_with(parent)
+                os.environ |= {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
+                }
+                work(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
     return pids
 
 
