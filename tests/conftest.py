@@ -72,8 +72,7 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # also what is garbage by now: to look for it takes each worker a second
     gc.enable()
     # pytest adds its handlers to each logger that does not propagate, six times for each test, and
     # PyTorch has 45 of them. Records that propagate reach the same handlers, at the root.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import multiprocessing
 import os
 import random
 import runpy
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -121,26 +123,29 @@ def fork_ranks(
     They end when this process does.
     """
     parent, pids = os.getpid(), []
-    for rank in range(size) if ranks is None else ranks:
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        code = 1
-        try:
-            end_with(parent)
-            os.environ |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-            }
-            work(rank)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    with warnings.catch_warnings():
+        # From 3.12 on Python warns of forks beside threads; torch has some that do nothing yet.
+        warnings.filterwarnings("ignore", "This process", DeprecationWarning)
+        for rank in range(size) if ranks is None else ranks:
+            pid = os.fork()
+            if pid:
+                pids.append(pid)
+                continue
+            code = 1
+            try:
+                end_with(parent)
+                os.environ |= {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
+                }
+                work(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
     return pids
 
 
@@ -164,31 +169,34 @@ def exit_codes(pids: Sequence[int]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def as_program(script: Path, *arguments: str) -> None:
+def as_program(script: str, directory: str) -> None:
     """Run ``script`` in this fork as Python would; the fork ends when its parent has ended."""
     end_with(os.getppid())
-    sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
+    sys.argv = [script, directory]
+    runpy.run_path(script, run_name="__main__")
 
 
 def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> None:
     """Run ``script directory`` in ``size`` processes, which are forks of torchrun's agents.
 
-    Each of ``hosts`` is an agent on this machine, which is a fork of this process: nobody imports
-    PyTorch again. ``start_torchrun`` starts programs.
+    Each of ``hosts`` is an agent on this machine. Agents are forks of the process that the ranks of
+    engines come from: it has imported PyTorch, and has no threads. ``start_torchrun`` starts
+    programs.
     """
-    from torch.distributed.launcher import api
-    from torch.distributed.run import config_from_args, parse_args
-
-    port = free_port()
-
-    def agent(host: int) -> None:
-        options = torchrun_options(size, host, hosts, port)
-        config, _, _ = config_from_args(parse_args([*options, str(script)]))
-        config.start_method = "fork"
-        api.elastic_launch(config, as_program)(script, str(directory))
-
-    assert exit_codes(fork_ranks(hosts, agent, port=port)) == [0] * hosts
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    agents = []
+    for host in range(hosts):
+        given = {"AGENT": (torchrun_options(size, host, hosts, port), str(script), str(directory))}
+        process = context.Process(target=runpy.run_path, args=(__file__, given, "agent"))
+        process.start()
+        agents.append(process)
+    try:
+        for agent in agents:
+            agent.join(LIMIT)
+        assert [agent.exitcode for agent in agents] == [0] * hosts
+    finally:
+        for agent in agents:
+            agent.kill()  # its ranks end with it
 
 
 @contextlib.contextmanager
@@ -203,3 +211,14 @@ def imported(path: Path, source: str) -> Iterator[ModuleType]:
     finally:
         sys.path[:] = before
         sys.modules.pop(path.stem, None)
+
+
+if __name__ == "agent":
+    from torch.distributed.launcher import api
+    from torch.distributed.run import config_from_args, parse_args
+
+    options, script, directory = AGENT  # type: ignore[name-defined] # noqa: F821
+    end_with(os.getppid())
+    config, _, _ = config_from_args(parse_args([*options, script]))
+    config.start_method = "fork"
+    api.elastic_launch(config, as_program)(script, directory)

@@ -19,24 +19,14 @@ SUPPORT = runpy.run_path(str(SCRIPT.parents[1] / "support.py"))
 Ranks = list[dict[str, torch.Tensor]]
 
 
-def by_torchrun(directory: Path) -> None:
-    SUPPORT["torchrun"](2, SCRIPT, directory, hosts=2)
-
-
-def forked(size: int) -> Callable[[Path], object]:
-    main = runpy.run_path(str(SCRIPT))["main"]
-
-    def run(directory: Path) -> None:
-        pids = SUPPORT["fork_ranks"](size, lambda _: main(directory), port=SUPPORT["free_port"]())
-        assert SUPPORT["exit_codes"](pids) == [0] * size
-
-    return run
+def by_torchrun(size: int, hosts: int) -> Callable[[Path], object]:
+    return lambda directory: SUPPORT["torchrun"](size, SCRIPT, directory, hosts=hosts)
 
 
 STARTS = {
-    "2 on 2 hosts": (2, by_torchrun),
-    "3 on one host": (3, forked(3)),
-    "4 on one host": (4, forked(4)),
+    "2 on 2 hosts": (2, by_torchrun(2, 2)),
+    "3 on one host": (3, by_torchrun(3, 1)),
+    "4 on one host": (4, by_torchrun(4, 1)),
 }
 
 

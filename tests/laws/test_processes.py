@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
-from functools import partial
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hold the law on two ranks, on three, and on two with a fault."""
 
     def run(directory: Path) -> None:
-        # A fork: what it sets is not set here, and nothing is imported again.
-        work = partial(SUPPORT["as_program"], SCRIPT, str(directory))
-        pids = SUPPORT["fork_ranks"](1, lambda _: work(), port=SUPPORT["free_port"]())
-        assert SUPPORT["exit_codes"](pids) == [0]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(SCRIPT), str(directory)]
+        subprocess.run(command, check=True, timeout=SUPPORT["LIMIT"], env=environment)
 
     directory: Path = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), "law", run)
     return directory

@@ -1,4 +1,4 @@
-"""Digests of FSDP2's shards in two gloo processes, by DTensor: :func:`shard` is the work of a rank.
+"""Digests of FSDP2's shards in two gloo processes, by DTensor: ``fsdp_shards.py FOLDER``.
 
 Each rank writes, for each parameter, the digest of its local shard, as text.
 """
@@ -6,6 +6,8 @@ Each rank writes, for each parameter, the digest of its local shard, as text.
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from vllm_module.kernels.digest.digest import digest_box
 
+SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+
 
 def trained() -> nn.Module:
     """Return a model with sizes that two ranks cannot share evenly, and one tensor of 16 bits."""
@@ -27,7 +31,6 @@ def trained() -> nn.Module:
 
 
 def shard(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     model: Any = trained()
@@ -42,3 +45,13 @@ def shard(folder: Path, rank: int) -> None:
         found[name] = None if digest is None else digest.sums
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    pids = SUPPORT["fork_ranks"](2, lambda rank: shard(folder, rank), port=SUPPORT["free_port"]())
+    SUPPORT["exit_codes"](pids)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

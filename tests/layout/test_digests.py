@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,6 @@ from vllm_module.layers import (
 from vllm_module.quantization import EightBitMethod, Scheme
 from vllm_module.testing import random_weights
 from vllm_module.weights.changes import find_changes
-
-SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 
 SCHEME = Scheme("block", block=(4, 4), scale_name="weight_scale_inv")
 
@@ -399,12 +398,11 @@ def test_the_dtype_is_part_of_a_digest() -> None:
 
 def test_shards_of_fsdp_in_processes_add_up(tmp_path: Path) -> None:
     """What DTensor says of each local shard gives the digest of the whole parameter."""
-    module = runpy.run_path(str(Path(__file__).with_name("fsdp_shards.py")))
-    work = partial(module["shard"], tmp_path)
-    pids = SUPPORT["fork_ranks"](2, work, port=SUPPORT["free_port"]())
-    assert SUPPORT["exit_codes"](pids) == [0, 0]
+    script = Path(__file__).with_name("fsdp_shards.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    trained = module["trained"]()
+    trained = runpy.run_path(str(script))["trained"]()
     held = {name: [bool(rank[name]) for rank in ranks] for name in ranks[0]}
     assert [True, True] in held.values()
     for name, parameter in trained.named_parameters():
