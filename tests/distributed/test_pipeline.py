@@ -130,6 +130,16 @@ def in_fours(folder: Path, spread: bool) -> LLM:
     return engine(folder, enable_expert_parallel=spread, **sizes)
 
 
+@pytest.mark.skipif("AT_LENGTH" not in os.environ, reason="10 s; `make laws` runs it")
+@pytest.mark.parametrize("name", MODELS)
+def test_two_stages_of_two_ranks_give_the_tokens_of_one(name: str, folders: Any) -> None:
+    """Each kind of model, with whole experts on each rank where it has experts."""
+    with engine(folders[name]) as llm:
+        expected = tokens(llm)
+    with in_fours(folders[name], name in ("mixtral", "deepseek-v3", "qwen3-next")) as llm:
+        assert tokens(llm) == expected
+
+
 @pytest.fixture(scope="module", params=IN_FOURS)
 def four(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[tuple[Path, LLM]]:
     """Two stages of two ranks each, which tests leave with the folder's weights."""
