@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from vllm_module import LLM, SamplingParams
 
 HERE = Path(__file__).parent
-write = runpy.run_path(str(HERE / "test_pipeline.py"))["write"]
+PIPELINE = runpy.run_path(str(HERE / "test_pipeline.py"))
+write, MODELS = PIPELINE["write"], PIPELINE["MODELS"]
 FAULTS = runpy.run_path(str(HERE / "host_faults.py"))
 SUPPORT = runpy.run_path(str(HERE.parent / "support.py"))
 MOMENTS = ("starting", "loading", "steps", "updates", "moves")
@@ -93,6 +94,12 @@ def drawn(seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def generated(llm: LLM, most: int) -> list[int]:
+    asked = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], asked, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
 def written(base: Path) -> None:
     """Write two checkpoints, what one rank generates from each, and the slow model."""
     for number, name in enumerate(("model", "other")):
@@ -101,10 +108,8 @@ def written(base: Path) -> None:
             str(base / name), device="cpu", dtype="float32", kv_cache_memory_bytes=4 << 20,
             skip_tokenizer_init=True,
         ) as llm:  # fmt: skip
-            most = 8 if chosen() == FEW else FAULTS["TOKENS"]
-            asked = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
-            (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], asked, use_tqdm=False)
-        (base / f"{name}.json").write_text(json.dumps(list(output.outputs[0].token_ids)))
+            tokens = generated(llm, 8 if chosen() == FEW else FAULTS["TOKENS"])
+        (base / f"{name}.json").write_text(json.dumps(tokens))
         path = base / name / "config.json"
         config = json.loads(path.read_text()) | {"architectures": ["SlowMixtralForCausalLM"]}
         path.write_text(json.dumps(config))
@@ -257,3 +262,23 @@ def test_drawn_faults(base: Path, tmp_path: Path) -> None:
     for (fault, moment), counts in sorted(table.items()):
         sys.stdout.write(f"{fault:10} {moment:9} {dict(counts)}\n")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.skipif("AT_LENGTH" not in os.environ, reason="a minute; `make laws` runs it")
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hosts_give_the_tokens_of_one_rank(name: str, base: Path, tmp_path: Path) -> None:
+    """Two stages of two ranks, with whole experts on each rank where there are any; no fault."""
+    changed = {} if name == "mamba2" else {"max_position_embeddings": 4096}
+    folder = write(tmp_path / "model", name, **MODELS[name] | changed)
+    (tmp_path / "other").symlink_to(folder)
+    (tmp_path / "plugin").symlink_to(base / "plugin")
+    with PIPELINE["engine"](folder, kv_cache_memory_bytes=4 << 20) as llm:
+        expected = generated(llm, FAULTS["TOKENS"])
+    draw = drawn(0) | {
+        "fault": "none", "moment": "steps", "way": "generate", "delay": 0.0, "ipv6": False,
+        "tp": 2, "pp": 2, "experts": name in ("mixtral", "deepseek-v3", "qwen3-next"),
+    }  # fmt: skip
+    found = perform(tmp_path, tmp_path / "hosts", draw)
+    assert found["codes"] == [0, 0], found["err"]
+    printed = re.findall(r"(\d+)(?:,|$)", "".join(found["out"][0].splitlines()))
+    assert [int(each) for each in printed] == expected
