@@ -217,7 +217,7 @@ if __name__ == "agent":
     from torch.distributed.launcher import api
     from torch.distributed.run import config_from_args, parse_args
 
-    options, script, directory = AGENT  # type: ignore[name-defined] # noqa: F821
+    options, script, directory = globals()["AGENT"]  # which torchrun() gives
     end_with(os.getppid())
     config, _, _ = config_from_args(parse_args([*options, script]))
     config.start_method = "fork"

@@ -321,7 +321,12 @@ def _loops(
     call = in_threads(compiled.address, threads)
 
     def multiply(zero: int, given: dict[str, torch.Tensor]) -> None:
-        own = [given[name].contiguous() for name in ARGUMENTS]
+        assert given["rows"].dtype == (torch.int32 if kind == DOWN else torch.uint8)
+        # The loops see addresses alone: another dtype would be other numbers, or other memory.
+        own = [
+            given[name].to(dtype or given[name].dtype).contiguous()
+            for name, dtype in ARGUMENTS.items()
+        ]
         numbers = array("q", [zero])
         for tensor in own:
             numbers.extend((tensor.data_ptr(), *tensor.shape))

@@ -172,8 +172,5 @@ VALUES = {
     CODES[2]: _two_bits,
     DOWN: _down,
 }
-PRODUCTS = {
-    INT8: _int8_product,
-    FP8: _fp8_product,
-    CODES[4]: _four_bit_product,
-}  # without writing values
+# Without writing values.
+PRODUCTS = {INT8: _int8_product, FP8: _fp8_product, CODES[4]: _four_bit_product}

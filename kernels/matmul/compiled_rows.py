@@ -15,13 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes
 from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
 from vllm_module.kernels.matmul.torch_threads import pointer, tell_numba, thread, threads
 
-# What the loops are given, in this order; see code_rows.CodeRows.
-ARGUMENTS = "x", "rows", "scales", "zeros", "table", "place", "starts", "y"
+# What the loops are given, in this order; see code_rows.CodeRows. Of rows the kind says the dtype.
+ARGUMENTS = {
+    "x": torch.float32,
+    "rows": None,
+    "scales": torch.float32,
+    "zeros": torch.uint8,
+    "table": torch.float32,
+    "place": torch.int64,
+    "starts": torch.int64,
+    "y": torch.float32,
+}
 _AT_ONCE = 32  # outputs of two threads are not in one line of a cache
 # Sums may be taken in any order. Infinities and NaN stay what they are.
 _OPTIONS: dict[str, Any] = {

@@ -332,6 +332,17 @@ def test_kept_loops_are_those_of_the_files(monkeypatch: Any, tmp_path: Path) -> 
     assert key() != before
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_scales_of_another_dtype_are_the_same_numbers(dtype: torch.dtype) -> None:
+    """The loops see addresses, so what they are given has to be in the dtypes that they read."""
+    weight, x = torch.randint(-9, 9, (OUTPUT, 64)).to(torch.int8), torch.randn(2, 64)
+    scale = torch.rand(OUTPUT, 1).to(dtype)
+    rows = home.eight_bit_rows(weight, scale, (1, 64))
+    assert rows is not None
+    expected = x.double() @ (weight * scale.double()).T
+    torch.testing.assert_close(home.code_rows_matmul(x, rows).double(), expected, rtol=0, atol=1e-4)
+
+
 def test_threads_share_the_outputs(calls: list[int]) -> None:
     """Bits do not depend on the number of torch's threads, nor on who else multiplies."""
     weight = torch.randint(-128, 128, (1000, INPUT)).to(torch.int8)

@@ -92,6 +92,7 @@ def test_one_scale_of_many(
 
     So it is where few of them are looked at at a time.
     """
+    # Smaller than these few scales, so that one may lie in any chunk.
     monkeypatch.setattr(demand, "_CHUNK", 3)
     source = published(layout)
 

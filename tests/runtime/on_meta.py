@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -52,16 +53,9 @@ from compiling import launching
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 PAGE, PAGES, STEPS = 16, 64, 15
+tensors_in = runpy.run_path(str(Path(__file__).with_name("simulated_device.py")))["tensors_in"]
 LIMITS = {"max_num_batched_tokens": 1100, "max_num_seqs": 40, "max_model_len": 900}
 MOST_PAGES = -(-LIMITS["max_model_len"] // PAGE)  # no multiple of 4, as tables may have
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return what torch's ``tree_leaves`` finds in several times as long."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    each = value.values() if type(value) is dict else value
-    return [x for of in each for x in tensors_in(of)] if type(value) in (dict, list, tuple) else []
 
 
 class HostUsedError(Exception):

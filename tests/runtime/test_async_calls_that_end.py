@@ -106,6 +106,7 @@ def test_abort_ends_all_of_a_call_and_nothing_else(
             return await tokenize(prompts)
 
         if not tokenized:
+            # The call is to end while it tokenizes, which takes less than a test could meet.
             monkeypatch.setattr(llm, "_tokenize", waits)
         await llm.pause("keep")
         tasks = {name: asyncio.ensure_future(reasons(name)) for name in calls}
