@@ -117,7 +117,8 @@ class QuantizationConfig(_Closed):
     Layers are named as in the checkpoint. A name, or consecutive components of one (``"mlp"``,
     ``"layers.0"``), selects that module and everything below it. ``re:`` begins a regular
     expression, which is matched against whole names from their beginning. An entry that selects
-    nothing is refused.
+    nothing is refused. An embedding, and a head that is tied to it, is quantized only by a name of
+    its own in ``overrides``: ``"lm_head"`` or ``"embed_tokens"``.
 
     Attributes:
         scheme: for every linear layer that is in neither ``ignore`` nor ``overrides``.

@@ -28,7 +28,7 @@ from machine import machine, over, rounds, spread, write
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from vllm_module import LLM
+from vllm_module import LLM, QuantizationConfig
 from vllm_module.kernels.experts.grouped_matmul import by_expert, grouped_matmul
 from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_packed
 from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
@@ -42,7 +42,14 @@ from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
 CODES = Products(codes=1 << 30)
 SIZES = (512, 3072), (1536, 512), (1024, 6144)  # inputs and outputs
 ROWS = 1, 8, 32
-QUANTIZED = {"int8": "int8_per_channel_weight_only", "int4": "int4_per_group", "Q8_0": None}
+INT8, INT4 = "int8_per_channel_weight_only", "int4_per_group"
+QUANTIZED: dict[str, Any] = {  # with a head in float32, tied or not, and with a quantized one
+    "int8": INT8,
+    "int4": INT4,
+    "int8 and head": QuantizationConfig(scheme=INT8, overrides={"lm_head": INT8}),
+    "int4 and head": QuantizationConfig(scheme=INT4, overrides={"lm_head": INT4}),
+    "Q8_0": None,
+}
 AWQ = 0, 4, 1, 5, 2, 6, 3, 7
 EXPERTS, TOP_K = 8, 2
 Product = Callable[[torch.Tensor], torch.Tensor]

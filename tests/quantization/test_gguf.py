@@ -211,7 +211,7 @@ def shards_of(name: str, whole: torch.Tensor, rank: int, size: int, config: Any)
     if layer in ("k_proj", "k_proj_pairs", "v_proj"):
         parts = min(size, config.num_key_value_heads)
         return whole.chunk(parts)[rank * parts // size]
-    if layer == "lm_head":
+    if layer in ("lm_head", "embed_tokens"):
         rows = -(-len(whole) // 64) * 64 // size
         return whole[rank * rows : (rank + 1) * rows]
     return whole.chunk(size, 1 if layer in ("o_proj", "down_proj", "w2") else 0)[rank]
@@ -236,7 +236,7 @@ def test_blocks_are_cut_and_never_changed(
         seen = 0
         for key, held in kept(load(file.path)):
             expected = shards_of(key, stored[key], rank, size, config)
-            rows = held[: len(expected)]  # of a head, which is padded
+            rows = held[: len(expected)]  # of a vocabulary, which is padded
             assert torch.equal(rows, expected), key
             assert not held[len(expected) :].any()
             seen += 1

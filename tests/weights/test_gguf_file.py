@@ -45,8 +45,9 @@ def test_values_are_the_librarys(whole: Path) -> None:
         assert checkpoint["model.layers.0.self_attn.v_proj.weight"].dtype == torch.bfloat16
         for name, tensor in library.items():
             stored = renamed(name, ARCHITECTURES["llama"])
-            if name.endswith("attn_q.weight"):
-                blocks = checkpoint[f"{stored}_q4_0"].read()
+            if name.endswith(("attn_q.weight", "token_embd.weight")):
+                kind = "q4_0" if "attn_q" in name else "q8_0"
+                blocks = checkpoint[f"{stored}_{kind}"].read()
                 assert np.array_equal(blocks.flatten(1).numpy(), tensor.data)
                 continue
             handle = checkpoint[stored]
@@ -61,16 +62,37 @@ def test_values_are_the_librarys(whole: Path) -> None:
                 handle.narrow(0, 1, handle.shape[0])
 
 
-def test_rows_that_are_not_asked_for_are_not_read(whole: Path) -> None:
-    """Of an embedding in blocks, a rank reads the bytes of its rows alone."""
+def test_rows_that_are_not_asked_for_are_not_read(whole: Path, model: Any, tmp_path: Path) -> None:
+    """Of an embedding in blocks, and of a gate, which is dequantized, the rows asked for are."""
     with open_checkpoint(whole) as checkpoint:
-        table = checkpoint["model.embed_tokens.weight"]
-        target = torch.empty(24, 128, dtype=torch.bfloat16)
+        table = checkpoint["model.embed_tokens.weight_q8_0"]
+        target = torch.empty(24, 4, 34, dtype=torch.uint8)
         table.narrow(0, 48, 24).read_into(target)
         assert checkpoint.bytes_read == 24 * 4 * 34
-        assert torch.equal(target, table.read()[48:72].bfloat16())
+        assert torch.equal(target, table.read()[48:72])
         begin, end = table.byte_range
         assert end - begin == 96 * 4 * 34 == sum(run.nbytes for run in table.runs())
+    packed = gguf.quants.quantize(torch.randn(4, 128).numpy(), gguf.GGMLQuantizationType.Q8_0)
+    expected = torch.tensor(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0))
+
+    def with_gate(writer: gguf.GGUFWriter) -> None:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor("blk.0.ffn_gate_inp.weight", packed, raw_dtype=kind)
+
+    path = tmp_path / "gate.gguf"
+    written.write(path, model, change=with_gate)
+    with open_checkpoint(path) as checkpoint:
+        gate = checkpoint["model.layers.0.block_sparse_moe.gate.weight"]
+        target = torch.empty(2, 128, dtype=torch.bfloat16)
+        gate.narrow(0, 1, 2).read_into(target)
+        assert checkpoint.bytes_read == 2 * 4 * 34
+        assert torch.equal(target, expected[1:3].bfloat16())
+        assert torch.equal(gate.read(), expected)
+        for dim, size in enumerate(gate.shape):
+            part = gate.narrow(dim, 1, size - 2).narrow(dim, -1, 1)
+            assert torch.equal(part.read(), expected.narrow(dim, size - 2, 1))
+        with pytest.raises(ValueError, match="is not inside dim"):
+            gate.narrow(0, 1, gate.shape[0])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -169,18 +169,19 @@ class LoRALayer(AdapterModule):
 
 def _dimensions(base: Adaptable, *, together: bool) -> tuple[Dim, Dim, Common]:
     """Return a layer's output and input, and the other arguments of its parameters."""
-    if isinstance(base, (LinearBase, ExpertsLinear)):
-        output, common = base.output, base.common(base.params_dtype)
-        if together and base.experts is not None:
-            common["experts"] = replace(base.experts, together=True)
-            output = replace(output, groups=output.groups or 1)
-        return output, base.input, common
-    of = base.weight
-    common = Common(experts=None, tp_rank=of.tp_rank, tp_size=of.tp_size, dtype=of.dtype)
-    first, second = of.dims
-    # Of an embedding, features are the output, and A has a column for each token.
-    swapped = isinstance(base, VocabParallelEmbedding)
-    return (second, first, common) if swapped else (first, second, common)
+    if isinstance(base, Router):
+        of = base.weight
+        common = Common(experts=None, tp_rank=of.tp_rank, tp_size=of.tp_size, dtype=of.dtype)
+        first, second = of.dims
+        return first, second, common
+    output, common = base.output, base.common(base.params_dtype)
+    if isinstance(base, VocabParallelEmbedding):
+        # Features are the output, and A has a column for each token.
+        return base.input, output, common
+    if together and base.experts is not None:
+        common["experts"] = replace(base.experts, together=True)
+        output = replace(output, groups=output.groups or 1)
+    return output, base.input, common
 
 
 def _in_order(slot: Slot) -> Slot:

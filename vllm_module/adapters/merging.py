@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from vllm_module.adapters.adapter import Adaptable, Adapter, LoRALayer
+from vllm_module.adapters.adapter import Adapter, LoRALayer
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
 from vllm_module.adapters.files import refuse_infinite
@@ -201,7 +201,8 @@ def _refuse_shared(plan: LoadPlan, adapted: dict[nn.Module, dict[str, _LowRank]]
         parameter for module in plan.module.modules() for parameter in module._parameters.values()
     )
     for path, module in plan.module.named_modules():
-        if module in adapted and holders[cast(Adaptable, module).weight] > 1:
+        held = module.parameters(recurse=False) if module in adapted else ()
+        if any(holders[parameter] > 1 for parameter in held):
             raise UnsupportedModelError(
                 f"{path} has an adapter, and shares its weight with another layer "
                 "(tie_word_embeddings), which a merge would change as well, and the adapter does "

@@ -40,15 +40,6 @@ def own_tensors(model: vLLMModule, weights: Mapping[str, Weight]) -> Mapping[str
     return weights.of_rank(_rank(model, weights)) if isinstance(weights, ShardedState) else weights
 
 
-def number_of_tensors(weights: Mapping[str, Weight]) -> int:
-    """Return the number of tensors that this rank loads, before its model is built."""
-    if not isinstance(weights, ShardedState):
-        return len(weights)
-    group, ranks = tensor_parallel_group(), weights.manifest.tensor_parallel_size
-    # Another number of ranks is refused later, when the model exists.
-    return len(weights.of_rank(group.rank if group.size == ranks else 0))
-
-
 def load_from(
     model: vLLMModule,
     weights: Mapping[str, Weight],

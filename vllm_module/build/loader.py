@@ -17,8 +17,8 @@ from vllm_module.build.consistency import (
     describe,
     digests,
 )
-from vllm_module.build.held import load_from, number_of_tensors
-from vllm_module.build.model_source import ModelSource
+from vllm_module.build.held import load_from
+from vllm_module.build.model_source import ModelSource, number_of_tensors
 from vllm_module.build.registry import implementation
 from vllm_module.config import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.cooperative import Cooperation, chosen

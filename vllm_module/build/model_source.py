@@ -18,7 +18,12 @@ from vllm_module.build import registry
 from vllm_module.build.registry import model_class
 from vllm_module.config import ModelConfig
 from vllm_module.core.module import vLLMModule
-from vllm_module.distributed import expert_parallel, surrounding_stage, tensor_parallel
+from vllm_module.distributed import (
+    expert_parallel,
+    surrounding_stage,
+    tensor_parallel,
+    tensor_parallel_group,
+)
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import (
     HFConfig,
@@ -28,10 +33,11 @@ from vllm_module.hf_config import (
     read_entries,
 )
 from vllm_module.quantization import Rules, quantize, rules_for, valid_weights
+from vllm_module.weights import Weight
 from vllm_module.weights.dummy import DummyWeights
 from vllm_module.weights.joined import JoinedWeights
 from vllm_module.weights.pairs import OpenWeights, PairsCheckpoint
-from vllm_module.weights.sharded_state import read_manifest
+from vllm_module.weights.sharded_state import ShardedState, read_manifest
 from vllm_module.weights.source import Source, find_source, open_weights
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that a model runs in
@@ -344,3 +350,12 @@ def _parameter_dtype(
         )
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def number_of_tensors(weights: Mapping[str, Weight]) -> int:
+    """Return the number of tensors that this rank loads, before its model is built."""
+    if not isinstance(weights, ShardedState):
+        return len(weights)
+    group, ranks = tensor_parallel_group(), weights.manifest.tensor_parallel_size
+    # Another number of ranks is refused later, when the model exists.
+    return len(weights.of_rank(group.rank if group.size == ranks else 0))

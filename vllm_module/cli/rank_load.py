@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from vllm_module.adapters import Adapter, check_base, open_adapter
-from vllm_module.build.held import load_from, number_of_tensors
+from vllm_module.build.held import load_from
 from vllm_module.build.loader import progress
-from vllm_module.build.model_source import ModelSource
+from vllm_module.build.model_source import ModelSource, number_of_tensors
 from vllm_module.cli.output import console, size
 from vllm_module.cli.pictures.load_trace import RankTrace
 from vllm_module.core.module import vLLMModule

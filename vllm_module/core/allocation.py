@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_module.core.tensors import is_typed, materialized
-from vllm_module.core.tree import Location, Tree, stored_tensors
+from vllm_module.core.tree import Location, Tree
 from vllm_module.weights import prefer_huge_pages
 
 
@@ -32,10 +35,10 @@ class Allocation:
             seen: set[torch.Tensor] = set()
             tied: set[torch.Tensor] = set()
             for module in self._tree.modules:
-                for _, tensor in stored_tensors(module):
+                for _, tensor in _own(module):
                     (tied if tensor in seen else seen).add(tensor)
             for node in self._tree.nodes if tied else ():
-                for attr, tensor in stored_tensors(node.module):
+                for attr, tensor in _own(node.module):
                     if tensor in tied:
                         self._holders.setdefault(tensor, []).append(node.location(attr))
         return self._holders.get(location.tensor, [location])
@@ -54,7 +57,8 @@ class Allocation:
             for name in conversion.makes:
                 made = location.node.module._parameters[name]
                 assert made is not None
-                self._replace(made, self._new(made, device), [Location(location.node, name)])
+                of_made = (self._holders or {}).get(made, [Location(location.node, name)])
+                self._replace(made, self._new(made, device), of_made)
         self._replace(tensor, self._new(tensor, device), holders)
         return False
 
@@ -80,6 +84,12 @@ class Allocation:
             real.zero_padding()
         prefer_huge_pages(real)
         return real
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the module's own parameters and buffers, each with its name."""
+    named: Any = chain(module._parameters.items(), module._buffers.items())
+    return (each for each in named if each[1] is not None)
 
 
 def _tensors(location: Location) -> dict[str, Any]:

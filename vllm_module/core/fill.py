@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_module.core.conversions import Conversion
 from vllm_module.core.fit import converts
 from vllm_module.core.tensors import is_typed, slots_of
 from vllm_module.core.tree import Location
@@ -74,9 +75,9 @@ class Fill(NamedTuple):
         """Raise ``DuplicateWeightError`` where another name gives the tied tensor other bits.
 
         That name is among ``unread``, or it was read into the tensor before. Both are read in
-        pieces, into host memory.
+        pieces, into host memory. What was converted before is compared by converting again.
         """
-        tensor = self.location.tensor
+        tensor, conversion = self.location.tensor, self.location.conversion
         others = [each for each in unread if each.tied_to is None]
         sources = {
             _place(piece.target): _in_order(piece)
@@ -84,16 +85,37 @@ class Fill(NamedTuple):
             if other.location.tensor is tensor
             for piece in other.pieces()
         }
+        if not sources and conversion is not None:
+            if not self._converts_to_what_is_held(conversion):
+                raise self._differs()
+            return
+        dtype = tensor.dtype if conversion is None else conversion.dtype
         for piece in self.pieces():
             other = sources.get(_place(piece.target), piece.target)
             same = not (isinstance(other, torch.Tensor) and other.is_meta)  # nothing was read
-            if not same or not same_bits(_in_order(piece), other, tensor.dtype):
-                raise DuplicateWeightError(
-                    f"{self.name} and {self.tied_to} fill one tensor, to which the "
-                    "configuration ties both, but their values differ. Set tie_word_embeddings "
-                    "to false in config.json if they are meant to, else drop the wrong one "
-                    "from the checkpoint"
-                )
+            if not same or not same_bits(_in_order(piece), other, dtype):
+                raise self._differs()
+
+    def _converts_to_what_is_held(self, conversion: Conversion) -> bool:
+        """Convert the weight into the tensors that hold it, and tell whether they stay the same."""
+        module = self.location.node.module
+        held = [self.location.tensor, *(module.get_parameter(name) for name in conversion.makes)]
+        if any(tensor.is_meta for tensor in held):
+            return False
+        before = [tensor.detach().clone() for tensor in held]
+        for weight, destination in self.jobs():
+            read_into(weight, destination)
+        return all(
+            same_bits(new.detach(), old, old.dtype) for new, old in zip(held, before, strict=True)
+        )
+
+    def _differs(self) -> DuplicateWeightError:
+        return DuplicateWeightError(
+            f"{self.name} and {self.tied_to} fill one tensor, to which the "
+            "configuration ties both, but their values differ. Set tie_word_embeddings "
+            "to false in config.json if they are meant to, else drop the wrong one "
+            "from the checkpoint"
+        )
 
 
 def refuse_elements(fills: Iterable[Fill]) -> None:

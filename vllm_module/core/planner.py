@@ -192,10 +192,8 @@ class Planner:
                 continue
             first, _ = claimed[0]
             by_path = [other for other, led_to in claimed if led_to == path]
-            # A tied tensor may be stored under each of its paths. A converted one cannot be
-            # compared, so it may be stored once; nor can some elements.
-            some = isinstance(weight, Changes)
-            if by_path or some or location.conversion is not None:
+            # A tied tensor may be stored under each of its paths. Some elements cannot be compared.
+            if by_path or isinstance(weight, Changes):
                 other = by_path[0] if by_path else first
                 by = "another tensor of this name" if other == name else shorten(other)
                 problem = Problem(name, f"{path} is already filled by {by}")

@@ -78,7 +78,7 @@ def convert(
     source = ModelSource.find(config, load_format)
     with opened(source, "convert") as checkpoint:
         model = source.build(torch.device("cpu"), len(checkpoint))
-        _demand_own_names(model)
+        _demand_layouts(model)
         plan = model.plan_weights(checkpoint)
         plan.report.raise_if_refused(type(model).__name__, touched=False, folder=source.folder)
         units = list(_units(plan))
@@ -262,8 +262,14 @@ def _ignored(model: vLLMModule, plan: LoadPlan) -> set[str]:
     return ignored | {path for path in plain if path not in assigned}
 
 
-def _demand_own_names(model: vLLMModule) -> None:
+def _demand_layouts(model: vLLMModule) -> None:
+    """Raise for a module whose tensors cannot be written, whatever the checkpoint has."""
     for path, module in model.named_modules():
+        if isinstance(module, QuantizableLayer) and module.is_embedding and module.is_quantized:
+            raise UnsupportedModelError(
+                f"{path} is an embedding, and readers of compressed-tensors take only linear "
+                "layers quantized: leave it, and a head that is tied to it, out of overrides"
+            )
         if isinstance(module, vLLMModule) and module.overrides_load_weights:
             kind = type(module).__name__
             owner = f"{path} ({kind})" if path else kind

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn import functional as F
 
-from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.layers.linear import LinearBase
 from vllm_module.layers.lora import LayerAdapters
-from vllm_module.parameters import Dim, ModelWeightParameter
+from vllm_module.parameters import Dim
+from vllm_module.quantization import QuantizableLayer
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
-class VocabParallelEmbedding(vLLMModule):
+class VocabParallelEmbedding(QuantizableLayer):
     """An embedding whose rows are cut over the ranks.
+
+    A head that is tied to it shares its weight, quantized or not.
 
     Args:
         num_embeddings: rows of the checkpoint's table.
@@ -30,6 +31,7 @@ class VocabParallelEmbedding(vLLMModule):
 
     """
 
+    is_embedding = True
     adapters: LayerAdapters | None = None
 
     def __init__(
@@ -40,15 +42,11 @@ class VocabParallelEmbedding(vLLMModule):
         padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
     ) -> None:
         super().__init__()
-        self.tp_group = group = tensor_parallel_group()
+        self.tp_group = tensor_parallel_group()
         self.num_embeddings = num_embeddings
-        self.weight = ModelWeightParameter(
-            _padded_vocabulary(num_embeddings, padding_size),
-            Dim.whole(embedding_dim),
-            tp_rank=group.rank,
-            tp_size=group.size,
-            dtype=params_dtype or torch.get_default_dtype(),
-        )
+        vocabulary = _padded_vocabulary(num_embeddings, padding_size)
+        dtype = params_dtype or torch.get_default_dtype()
+        self.create_weight(vocabulary, Dim.whole(embedding_dim), dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Map token ids ``[...]`` to ``[..., embedding_dim]``.
@@ -56,16 +54,17 @@ class VocabParallelEmbedding(vLLMModule):
         Raises ``IndexError`` for ids outside the vocabulary (on a CUDA device, a device assertion).
         """
         if self.tp_group.size == 1:
-            rows = F.embedding(input_ids, self.weight[: self.num_embeddings])
+            rows = self.quant_method.embed(self, input_ids, self.num_embeddings)
             adapters = self.adapters
             return rows if adapters is None else adapters.add_embedded(input_ids, None, rows)
-        (shard,) = self.weight.shards[0]
+        (shard,) = self.output.shards(self.tp_group.rank, self.tp_group.size)
         local = input_ids - shard.start
         elsewhere = (local < 0) | (local >= shard.length)
         # Ids outside of the vocabulary raise on all ranks: they would wait in the sum for one.
         outside = (input_ids < 0) | (input_ids >= self.num_embeddings)
         local = local.masked_fill(elsewhere, 0).masked_fill(outside, -1)
-        rows = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        rows = self.quant_method.embed(self, local, shard.padded)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.adapters is not None:
             rows = self.adapters.add_embedded(local, elsewhere, rows)
         return self.tp_group.all_reduce(rows)
@@ -97,8 +96,8 @@ class ParallelLMHead(LinearBase):
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Share ``embedding``'s weight; a checkpoint may store it under either name, or both.
 
-        Raises ``ValueError`` if the head is quantized, or if the two differ in vocabulary, shape,
-        rank or size.
+        Raises ``ValueError`` if the head is quantized by itself, or if the two differ in
+        vocabulary, shape, rank or size.
         """
         if self.is_quantized:
             raise ValueError("a head that is quantized cannot be tied: tie it first")
@@ -108,14 +107,13 @@ class ParallelLMHead(LinearBase):
                 f"a head of rank {head_group.rank} of {head_group.size} cannot be tied to an "
                 f"embedding of rank {group.rank} of {group.size}"
             )
-        same_shape = embedding.weight.shape == self.weight.shape
-        if not same_shape or embedding.num_embeddings != self.num_embeddings:
+        shape, theirs = _held_shape(self), _held_shape(embedding)
+        if shape != theirs or embedding.num_embeddings != self.num_embeddings:
             raise ValueError(
-                f"a head of {self.num_embeddings} tokens {list(self.weight.shape)} cannot be tied "
-                f"to an embedding of {embedding.num_embeddings} tokens "
-                f"{list(embedding.weight.shape)}"
+                f"a head of {self.num_embeddings} tokens {shape} cannot be tied to an embedding of "
+                f"{embedding.num_embeddings} tokens {theirs}"
             )
-        self.weight = embedding.weight
+        self.share_weight(embedding)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map ``hidden [..., embedding_dim]`` to logits ``[..., num_embeddings]`` on every rank."""
@@ -123,6 +121,12 @@ class ParallelLMHead(LinearBase):
         if self.tp_group.size > 1:
             logits = self.tp_group.all_gather(logits)
         return logits[..., : self.num_embeddings]
+
+
+def _held_shape(layer: QuantizableLayer) -> list[int]:
+    """Return the rows and columns that this rank holds of a weight."""
+    (shard,) = layer.output.shards(layer.tp_group.rank, layer.tp_group.size)
+    return [shard.padded, layer.input.size]
 
 
 def _padded_vocabulary(num_embeddings: int, padding_size: int) -> Dim:

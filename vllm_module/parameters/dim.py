@@ -137,7 +137,7 @@ class Dim:
                     f"which has {share} of them: choose a tensor-parallel size that leaves whole "
                     "groups"
                 )
-        if self.alternates and any(slot.pairs for slot in self.slots):
+        if any(slot.pairs for slot in self.slots) and self.alternates:
             raise ValueError("slots that are stored in groups cannot be stored as pairs as well")
         *starts, size = accumulate((slot.size for slot in self.slots), initial=0)
         object.__setattr__(self, "size", size)

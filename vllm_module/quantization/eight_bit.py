@@ -10,6 +10,7 @@ import torch
 from vllm_module.kernels.dtypes import can_convert
 from vllm_module.kernels.experts.grouped_matmul import grouped_matmul
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
+from vllm_module.kernels.rows.quantize import dequantize
 from vllm_module.parameters import (
     BasevLLMParameter,
     BlockQuantScaleParameter,
@@ -19,7 +20,7 @@ from vllm_module.parameters import (
 from vllm_module.quantization.demand import demand, demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod, StoredTensor
 from vllm_module.quantization.online import QuantizeOnline
-from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
+from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme, rows_at
 from vllm_module.quantization.scheme import Scheme
 
 _online = lru_cache(maxsize=64)(QuantizeOnline)  # layers alike share it
@@ -117,6 +118,13 @@ class EightBitMethod(QuantizeMethod):
         return scaled_matmul(
             x, layer.weight, scale, block, bias, input_scale, quantize_input=quantize_input
         )
+
+    def embed(self, layer: QuantizableLayer, ids: torch.Tensor, count: int) -> torch.Tensor:
+        scale, (rows, columns), _ = self._scales(layer)
+        of_rows = rows_at(scale, ids // rows, len(scale)).flatten(0, -2)
+        values = rows_at(layer.weight, ids, count)
+        embedded = dequantize(values.flatten(0, -2), of_rows, (1, columns), layer.params_dtype)
+        return embedded.view(values.shape)
 
     def row_scheme(self, layer: QuantizableLayer) -> RowScheme | None:
         """Return how :meth:`apply` quantizes rows on a device that multiplies FP8, if it does.

@@ -17,7 +17,7 @@ from vllm_module.kernels.matmul.linear import linear
 from vllm_module.parameters import BasevLLMParameter, Dim, ModelWeightParameter
 from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
-from vllm_module.quantization.rows import ExpertRows
+from vllm_module.quantization.rows import ExpertRows, rows_at
 
 
 class _Part(NamedTuple):
@@ -118,6 +118,12 @@ class GGUFMethod(QuantizeMethod):
         self, layer: QuantizableLayer, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return _product(self._parts(layer), x, bias)
+
+    def embed(self, layer: QuantizableLayer, ids: torch.Tensor, count: int) -> torch.Tensor:
+        ((_, kind),) = self.types  # an embedding has no slots
+        assert kind is not None
+        blocks = rows_at(layer.get_parameter(_parameter_name(kind)), ids, count)
+        return dequantize_blocks(blocks, kind, layer.params_dtype)
 
     def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         x = rows.x

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.module import vLLMModule
@@ -101,6 +103,14 @@ class QuantizeMethod(ABC):
     ) -> torch.Tensor:
         """Map ``x [..., input]`` to ``[..., output]``."""
 
+    def embed(self, layer: QuantizableLayer, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the rows ``ids [...]`` of the weight, ``[..., input]`` in ``params_dtype``.
+
+        Raises ``IndexError`` for an id that is none of the first ``count`` rows. A method that does
+        not override this holds no embedding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} holds no embedding")
+
     def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         """Multiply rows, sorted by expert, by the weights ``[experts, output, input]``.
 
@@ -125,6 +135,9 @@ class UnquantizedMethod(QuantizeMethod):
     ) -> torch.Tensor:
         return linear(x, layer.weight, bias)
 
+    def embed(self, layer: QuantizableLayer, ids: torch.Tensor, count: int) -> torch.Tensor:
+        return F.embedding(ids, layer.weight[:count])
+
     def apply_experts(self, layer: QuantizableLayer, rows: ExpertRows) -> torch.Tensor:
         return rows.product(grouped_matmul, layer.weight)
 
@@ -137,6 +150,8 @@ class QuantizableLayer(vLLMModule):
         experts: for each of which the layer has such a weight, in one parameter; if it has any.
         transposed: a checkpoint stores the weight as ``[input, output]``.
         params_dtype: of the weight before it is quantized.
+        is_embedding: rows of the weight are looked up. Only a rule that names such a layer gives it
+            a method.
         quant_method: creates, processes and applies the weight.
         parameter_names, buffer_names: what the method has created and what it computes.
         own_buffer_names: what the layer itself computes from the weight.
@@ -150,6 +165,7 @@ class QuantizableLayer(vLLMModule):
     experts: Experts | None = None
     transposed: bool = False
     params_dtype: torch.dtype
+    is_embedding = False
     quant_method: QuantizeMethod = UnquantizedMethod()
     parameter_names: tuple[str, ...] = ()
     buffer_names: tuple[str, ...] = ()
@@ -202,21 +218,43 @@ class QuantizableLayer(vLLMModule):
         names = self.parameter_names
         if not all(self.get_parameter(name).is_meta for name in names):
             raise RuntimeError(f"{type(self).__name__} is loaded: quantize it before it is")
-        before = _Declared.by(own, self)
-        kept = {name: p for name, p in self._parameters.items() if name not in names}
+        if self.is_embedding and type(method).embed is QuantizeMethod.embed:
+            raise UnsupportedModelError("it looks up rows, and the scheme has products alone")
         created = method.create_weights(self)
-        self._parameters = {**created, **kept}
-        for name in self.buffer_names:
-            self._buffers.pop(name)
-        buffers, device = method.compute_buffers(self), self.load_state.device
+        self._hold(method, created, {})
+        device = self.load_state.device
         with torch.inference_mode(False):  # so that every load may write to them
-            for name, value in buffers.items():
+            for name, value in method.compute_buffers(self).items():
                 # NaN until a load computes it, so that no product has numbers that nothing wrote.
                 nothing = torch.nan if value.is_floating_point() else torch.iinfo(value.dtype).max
                 unknown = torch.full(value.shape, nothing, dtype=value.dtype, device=device)
                 self.register_buffer(name, unknown, persistent=False)
+                self.buffer_names += (name,)
+
+    def share_weight(self, other: QuantizableLayer) -> None:
+        """Hold the weight of ``other``, which is of the same shape: both have one from now on."""
+        buffers = {name: other._buffers[name] for name in other.buffer_names}
+        parameters = {name: other.get_parameter(name) for name in other.parameter_names}
+        self._hold(other.quant_method, parameters, buffers)
+
+    def _hold(
+        self,
+        method: QuantizeMethod,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        """Replace the weight by the tensors of ``method``."""
+        before = _Declared.by(self.quant_method, self)
+        names = self.parameter_names
+        kept = {name: p for name, p in self._parameters.items() if name not in names}
+        self._parameters = {**parameters, **kept}
+        for name in self.buffer_names:
+            self._buffers.pop(name)
+            self._non_persistent_buffers_set.discard(name)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
         self.quant_method, self._is_replaced = method, True
-        self.parameter_names, self.buffer_names = tuple(created), tuple(buffers)
+        self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
         # What the layer itself declares stays.
         for attr, new in _Declared.by(method, self)._asdict().items():
             old = getattr(before, attr)

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from vllm_module.errors import ShardingError
+from vllm_module.kernels.matmul.packed_words import dequantize_packed
 from vllm_module.parameters import (
     BasevLLMParameter,
     GroupQuantScaleParameter,
@@ -18,6 +19,7 @@ from vllm_module.quantization.demand import demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, StoredTensor
 from vllm_module.quantization.online import QuantizeGroups
 from vllm_module.quantization.packed import PackedFormat, PackedMethod
+from vllm_module.quantization.rows import rows_at
 
 _BITS = 4
 _FORMAT = PackedFormat("int4", "weight", "weight_scale", "", "")
@@ -65,6 +67,13 @@ class OnlinePackedMethod(PackedMethod):
     def stored(self, layer: QuantizableLayer) -> Mapping[str, StoredTensor]:
         convert = _conversion(self.group_size, layer.params_dtype, layer.transposed)
         return {"weight": StoredTensor(conversion=convert)}
+
+    def embed(self, layer: QuantizableLayer, ids: torch.Tensor, count: int) -> torch.Tensor:
+        words, scales, size, *_ = self._operands(layer)
+        words, scales = rows_at(words, ids, count), rows_at(scales, ids, count)
+        flat = words.flatten(0, -2), scales.flatten(0, -2)
+        embedded = dequantize_packed(*flat, self.packing, size, layer.params_dtype)
+        return embedded.view(*ids.shape, -1)
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
         demand_finite_weight(layer.get_parameter("weight_scale"))

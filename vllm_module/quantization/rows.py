@@ -1,4 +1,4 @@
-"""What a product is given beside one tensor: quantized rows, and rows that belong to experts."""
+"""Rows that products are given, quantized or sorted by expert, and rows that are looked up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from vllm_module.kernels.matmul.scaled_matmul import quantizes_inputs
 
@@ -88,3 +89,16 @@ class ExpertRows:
             top_k=self.top_k,
             **options,
         )
+
+
+def rows_at(table: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the rows ``ids [...]`` of ``table [rows, ...]``, ``[..., *table.shape[1:]]``.
+
+    Raises ``IndexError`` for an id that is none of the first ``count`` rows (on a CUDA device, a
+    device assertion).
+    """
+    flat = table[:count].flatten(1)
+    if table.dtype.itemsize == 1:
+        flat = flat.view(torch.uint8)  # torch does not look up rows of float8
+    rows = F.embedding(ids, flat)
+    return rows.view(table.dtype).view(*ids.shape, *table.shape[1:])

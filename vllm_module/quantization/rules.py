@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -43,7 +42,9 @@ class Rules:
     - a name, or consecutive components of one: it matches that module and everything below it;
     - ``=`` and a name: it matches that layer alone;
     - ``re:`` and a regular expression, which has to match the beginning of a name;
-    - ``Linear``: it matches every layer that can be quantized.
+    - ``Linear``: it matches every layer that can be quantized, but no embedding.
+
+    An embedding is matched only by its own name, or by components that its name ends with.
 
     Attributes:
         demanded: the targets that the user wrote; each must have an effect.
@@ -112,12 +113,26 @@ class Rules:
         ]
         return replace(self, rules=tuple(self.rules[at] for at in sorted(kept)))
 
+    def naming(self, names: Iterable[str]) -> Rules:
+        """Return those rules that name a layer itself, which a checkpoint calls one of ``names``.
+
+        Neither what is above the layer names it, nor a pattern.
+        """
+        ends = tuple(f".{name}" for name in names)
+        kept = (
+            rule
+            for rule in self.rules
+            if any(end.endswith(f".{rule[0].removeprefix('=')}") for end in ends)
+        )
+        return replace(self, rules=tuple(kept))
+
 
 def quantize(model: vLLMModule, rules: Rules) -> None:
     """Give each layer of ``model``, which is not loaded yet, the scheme that ``rules`` have for it.
 
     Rules name the layers of a checkpoint, so a fused layer is looked up by the names of its slots.
-    A layer whose weight is shared with another module, such as a tied head, is not quantized.
+    An embedding is quantized if a rule names it, and with it the head that is tied to it, or the
+    other way round. Layers that share a weight in another way are not quantized.
 
     Raises:
         UnsupportedModelError: the slots of one layer have different schemes, a target that the
@@ -129,7 +144,7 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
         raise RuntimeError(f"{type(model).__name__} is loaded: quantize it before it is")
     modules = dict(model.named_modules())
     layers = {path: each for path, each in modules.items() if isinstance(each, QuantizableLayer)}
-    shared = _shared_parameters(model)
+    together = _together(model, layers)
     aliases = [
         (f"{path}.{name}".lstrip("."), f"{path}.{alias}".lstrip("."))
         for path, module in modules.items()
@@ -138,14 +153,22 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
     ]
     schemes: dict[str, Scheme | QuantizeMethod] = {}
     used_targets: set[str] = set()
-    for path, layer in layers.items():
-        if shared.isdisjoint(layer.parameters(recurse=False)):
-            targets, scheme = _decide(path, layer, rules, aliases)
-            used_targets |= targets
-            if scheme is not None:
-                schemes[path] = scheme
+    for path, holders in together.items():
+        named_only = layers[path].is_embedding or len(holders) > 1
+        decisions = [
+            _decide(each, layers[each], rules, aliases, named_only=named_only) for each in holders
+        ]
+        used_targets |= {target for targets, _ in decisions for target in targets}
+        wanted = {scheme for _, scheme in decisions if scheme is not None}
+        if len(wanted) > 1:
+            raise UnsupportedModelError(
+                f"{' and '.join(holders)} are one tensor, which the configuration ties, and are "
+                f"not quantized alike: {'; '.join(map(str, wanted))}. Name one of them"
+            )
+        if wanted:
+            schemes[path] = wanted.pop()
     if rules.demanded:
-        others = modules.keys() - layers.keys()
+        others = [path for path in modules if path not in layers or layers[path].is_embedding]
         spelled = [name for path in others for name in _spelled(path, aliases)]
         _demand_effect(model, rules, used_targets, spelled)
     methods = {
@@ -155,6 +178,8 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
     for path, scheme in schemes.items():
         try:
             layers[path].quantize(methods[scheme])
+            for other in together[path][1:]:
+                layers[other].share_weight(layers[path])
         except ShardingError as error:
             advice = ""
             if isinstance(scheme, OnlineNF4Method):
@@ -177,14 +202,27 @@ def _is_loaded(module: nn.Module) -> bool:
     return isinstance(module, vLLMModule) and bool(module.load_state.loaded)
 
 
-def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that several modules hold, such as the weight of a tied head."""
-    holders = Counter(
-        parameter
-        for module in model.modules()
-        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-    )
-    return {parameter for parameter, count in holders.items() if count > 1}
+def _together(
+    model: nn.Module, layers: Mapping[str, QuantizableLayer]
+) -> dict[str, tuple[str, ...]]:
+    """Return the paths of the layers that hold one weight, by the first of them.
+
+    A layer whose parameters are those of another kind of module is left out.
+    """
+    holders: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(parameter, []).append(module)
+    known = {*layers.values()}
+    together: dict[str, tuple[str, ...]] = {}
+    for layer in layers.values():
+        of_weight = {
+            each for parameter in layer.parameters(recurse=False) for each in holders[parameter]
+        }
+        if of_weight <= known:
+            held = tuple(other for other in layers if layers[other] in of_weight)
+            together.setdefault(held[0], held)
+    return together
 
 
 def _spelled(name: str, aliases: Iterable[tuple[str, str]]) -> list[str]:
@@ -198,9 +236,17 @@ def _spelled(name: str, aliases: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _decide(
-    path: str, layer: QuantizableLayer, rules: Rules, aliases: Iterable[tuple[str, str]]
+    path: str,
+    layer: QuantizableLayer,
+    rules: Rules,
+    aliases: Iterable[tuple[str, str]],
+    *,
+    named_only: bool,
 ) -> tuple[set[str], Scheme | QuantizeMethod | None]:
-    """Return the targets that match the layer or its slots, and the one scheme that they give."""
+    """Return the targets that match the layer or its slots, and the one scheme that they give.
+
+    With ``named_only`` they are those that name the layer itself.
+    """
     parent = path.rpartition(".")[0]
     beside = layer.stored_beside.get("weight")  # what all slots are called, if not stored apart
     slots = layer.shard_names or ([beside] if beside else [])
@@ -212,7 +258,8 @@ def _decide(
         if begin == path or f"{path}.".startswith(f"{begin}.") or begin in names
     ]
     spelled = {name: _spelled(name, near) for name in (*names, path)} if near else {}
-    rules = rules.about([*names, *(each for others in spelled.values() for each in others)], path)
+    known = [*names, *(each for others in spelled.values() for each in others)]
+    rules = rules.naming([*known, path]) if named_only else rules.about(known, path)
     decisions = {
         name: rules.rule_of(name, path if names else "", spelled.get(name, ()))
         for name in names or [path]
@@ -243,8 +290,8 @@ def _demand_effect(model: vLLMModule, rules: Rules, used: set[str], others: Iter
             raise UnsupportedModelError(
                 f"quantization: {target!r} has no effect on {type(model).__name__}: name layers as "
                 "the checkpoint does, also those that are fused here, or write re: and a regular "
-                "expression. A tied head is never quantized, and only the first rule that matches "
-                "counts"
+                "expression. An embedding, and a head that is tied to it, is quantized only by its "
+                "name, and only the first rule that matches counts"
             )
 
 

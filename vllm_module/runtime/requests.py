@@ -272,7 +272,7 @@ class Requests:
 
         Raises ``RuntimeError`` in a fork, where another thread's lock would never be released.
         """
-        if self.is_fork:
+        if os.getpid() != self._pid:
             raise RuntimeError(
                 f"an engine belongs to the process that made it (pid {self._pid}), and this one, a "
                 "fork of it, has none of its threads: make an LLM in each process, or fork before"

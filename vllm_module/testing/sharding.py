@@ -111,12 +111,15 @@ def assert_covers(case: Case) -> bool:
     together = _stored(modules, ranks, f"over {size} ranks")
     alone = _stored([case.whole], [held], "on one rank")
     assert together.keys() == alone.keys(), f"{sorted(together.keys() ^ alone.keys())}"
-    tied = {name for names in Names.of(case.whole).tied.values() for name in names}
+    names = Names.of(case.whole).tied
+    tied = {name for others in names.values() for name in others}
+    stored_as = {other: name for name, others in names.items() for other in others}
     lost = tensors.keys() - alone.keys()
     assert not lost, f"a whole checkpoint holds {sorted(lost)}, which no tensor keeps"
     for name, (path, tensor) in alone.items():
         if path in conversions:
-            given, bound = tensors[name], conversions[path].error_bound(tensors[name])
+            given = tensors[name if name in tensors else stored_as[name]]
+            bound = conversions[path].error_bound(given)
             for got, where in ((tensor, "one rank"), (together[name][1], f"{size} ranks")):
                 over = ((got - given).abs() - bound).max().item()
                 assert over <= 0, (

@@ -52,9 +52,9 @@ class TokenMessages:
         summed = gathered = expert_summed = expert_gathered = 0
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding):
-                summed += module.weight.shape[-1]
+                summed += module.input.size
             elif isinstance(module, ParallelLMHead):
-                gathered += module.weight.shape[0] * module.tp_group.size
+                gathered += sum(slot.padded for slot in module.output.slots)
             elif isinstance(module, RowParallelLinear) and module.reduce_results:
                 summed += module.output.size
             elif isinstance(module, ColumnParallelLinear) and module.gather_output:

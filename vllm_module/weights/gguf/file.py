@@ -43,9 +43,9 @@ class GGUFFile(WeightFile):
 
     A weight in blocks is uint8 ``[rows, blocks, bytes]``, and its name ends with its type:
     ``q_proj.weight_q4_k``. So blocks of one type are never taken for those of another. The experts
-    of a layer, which the file stores as one tensor, become one tensor each. Embeddings, gates and
-    the keys of latent attention (stored transposed) are dequantized while they are read. The 1 that
-    llama.cpp adds to the norm weights of Gemma is subtracted.
+    of a layer, which the file stores as one tensor, become one tensor each. Gates and the keys of
+    latent attention (stored transposed) are dequantized while they are read. The 1 that llama.cpp
+    adds to the norm weights of Gemma is subtracted.
 
     ``first`` is the first part of a split file, which has the metadata of all parts.
     """

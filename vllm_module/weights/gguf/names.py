@@ -91,7 +91,7 @@ _GEMMA_NORMS = {
 }
 
 # Weights that are looked up, or small: their layers cannot multiply by blocks.
-_DEQUANTIZED = {"token_embd", "ffn_gate_inp", "ffn_gate_inp_shexp", "attn_k_b"}
+_DEQUANTIZED = {"ffn_gate_inp", "ffn_gate_inp_shexp", "attn_k_b"}
 # Parameters that are no "weight", by the end of their name, with their suffix in the file.
 _WITHOUT_LAST = {"attn_sinks": "weight", "exp_probs_b": "bias"}
 
