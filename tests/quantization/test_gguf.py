@@ -350,13 +350,17 @@ def test_a_plan_reads_what_a_rank_keeps(gguf_file: Callable[[str, str], Written]
     assert blocks / 4 <= quarter < blocks / 2  # two key-value heads for four ranks
 
 
-def test_greedy_tokens_through_llm(gguf_file: Callable[[str, str], Written]) -> None:
-    """The engine generates transformers' greedy tokens from the path of a file."""
+@pytest.mark.parametrize("size", [1, 2])
+def test_greedy_tokens_through_llm(gguf_file: Callable[[str, str], Written], size: int) -> None:
+    """The engine generates transformers' greedy tokens from a file, with ranks in processes too."""
     file = gguf_file("qwen2", "Q8_0")
     prompt = IDS.tolist()
     ids = torch.tensor([prompt])
     theirs = file.model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    llm = LLM(str(file.path), dtype="float32", skip_tokenizer_init=True, device="cpu")
+    llm = LLM(
+        str(file.path), dtype="float32", skip_tokenizer_init=True, device="cpu",
+        tensor_parallel_size=size,
+    )  # fmt: skip
     try:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from vllm_module.quantization import (
     Scheme,
     online_rules,
     quantize,
+    requested_rules,
     rules,
     rules_for,
 )
@@ -392,3 +394,34 @@ def test_a_pattern_is_compiled_once() -> None:
     for layer in ("model.layers.1.mlp", "model.layers.699.mlp"):
         assert sum(matches(target, layer) for target in targets) == 1
     assert rules._compiled.cache_info().misses == len(targets)
+
+
+_WORDS = {"bits": 4, "group_size": 32}
+STORED: dict[str, dict[str, Any]] = {
+    "fp8": {"activation_scheme": "dynamic"},
+    "compressed-tensors": {
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
+        },
+    },
+    "gguf": {"types": {"a": "Q8_0", "b": "Q4_K"}},
+    "modelopt": {"quant_algo": "FP8"},
+    "mxfp4": {},
+    "gptq": {**_WORDS, "desc_act": True},
+    "awq": {**_WORDS, "zero_point": True, "version": "gemm"},
+    "auto-round": {**_WORDS, "sym": True, "packing_format": "auto_round:auto_gptq"},
+    "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
+
+
+def test_ranks_find_the_same_words_for_rules() -> None:
+    """Ranks in processes compare rules by ``repr``, which has no address of an object in it."""
+    assert STORED.keys() == requested_rules.STORED.keys()
+    every = [rules_for(None, {"quant_method": name} | each) for name, each in STORED.items()]
+    every.append(rules_for(None, {"quant_method": "bitsandbytes", "load_in_8bit": True}))
+    schemes = (*ONLINE, *requested_rules._ONLINE_METHODS)
+    every += [online_rules(QuantizationConfig(scheme=name)) for name in schemes]
+    words = [repr(each) for each in every]
+    assert not [each for each in words if re.search(r" at 0x|object", each)]
+    assert len({*words}) == len(words)  # and they tell the formats apart

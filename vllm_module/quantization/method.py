@@ -62,6 +62,11 @@ class QuantizeMethod(ABC):
     A method has no state of a layer, so many layers can share one.
     """
 
+    def __repr__(self) -> str:
+        """Name the settings alone, by which ranks compare their methods."""
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
+
     @abstractmethod
     def create_weights(self, layer: QuantizableLayer) -> dict[str, BasevLLMParameter]:
         """Return new parameters for the layer, on meta, by name."""

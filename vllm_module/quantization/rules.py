@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from torch import nn
@@ -60,7 +60,10 @@ class Rules:
     demanded: tuple[str, ...] = ()
     kv_scales: tuple[str, str] | None = None
     kv_scales_are_optional: bool = False
-    joined: Callable[[Mapping[str, object]], QuantizeMethod | None] | None = None
+    # Not among what ranks compare: it is a function, and follows from the format.
+    joined: Callable[[Mapping[str, object]], QuantizeMethod | None] | None = field(
+        default=None, repr=False
+    )
 
     @cached_property
     def _by_name(self) -> dict[str, int]:
