@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, WeightLoadError, get_model
+from vllm_module.build.loader import progress
 from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
@@ -240,3 +247,21 @@ def test_the_format_that_is_asked_for_is_read(tmp_path: Path) -> None:
         loading = LoadConfig(load_format=asked)  # type: ignore[arg-type]
         loaded = get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=loading)
         assert bool((loaded.get_parameter("model.norm.weight") == value).all())
+
+
+@pytest.mark.parametrize("read", [0, 1, 700, 1000])
+@pytest.mark.parametrize("ending", [None, OSError])
+def test_a_progress_bar_ends_with_what_was_read(read: int, ending: type[Exception] | None) -> None:
+    """The last bytes show, however short the time in which they came and however the load ends."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    reads = [SimpleNamespace(nbytes=600), SimpleNamespace(nbytes=400)]
+    plan: Any = SimpleNamespace(reads=lambda: reads)
+    checkpoint: Any = SimpleNamespace(bytes_read=0)
+    with suppress(OSError), progress(checkpoint, "loading", console) as planned:
+        planned(plan)
+        checkpoint.bytes_read = read
+        if ending is not None:
+            raise ending
+    sizes = re.findall(r"([0-9.]+)/1\.0 kB", console.file.getvalue())
+    assert sizes[-1] == f"{read / 1000:.1f}"
+    assert "progress" not in [each.name for each in threading.enumerate()]

@@ -1,4 +1,8 @@
-"""What the wrapper refuses: exactly what attention cannot compute, and rope that would change."""
+"""What the wrapper refuses and skips: no more than it has to.
+
+It refuses what attention cannot compute and rope that would change, and skips layers that predict
+further tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.attention.paged_attention import paged_attention
 from vllm_module.wrapped.mask import MaskRule
+from vllm_module.wrapped.names import TransformersNames
 from vllm_module.wrapped.probe import Call
 from vllm_module.wrapped.refusals import fix_frequencies, refuse_calls
 
@@ -100,3 +105,21 @@ def cosines(config: Any, positions: torch.Tensor) -> torch.Tensor:
     """Return transformers' cosines of tokens in one batch."""
     found: torch.Tensor = LlamaRotaryEmbedding(config)(torch.zeros(1, 1, 8), positions)[0]
     return found
+
+
+@pytest.mark.parametrize("count", [None, 0, 1, 2, 3])
+def test_as_many_further_layers_are_skipped_as_there_are(count: int | None) -> None:
+    """A layer behind those that config.json numbers has a place, or none, and is not skipped."""
+    config: Any = LlamaConfig(
+        hidden_size=8, num_attention_heads=1, num_hidden_layers=2, intermediate_size=8,
+        vocab_size=8, num_nextn_predict_layers=count,
+    )  # fmt: skip
+    with torch.device("meta"):
+        names = TransformersNames(LlamaForCausalLM(config))
+    skipped = []
+    for layer in range(12):
+        found = names.of(f"model.layers.{layer}.eh_proj.weight", torch.empty(8, 8))
+        if isinstance(found, str):
+            assert "further tokens" in found
+            skipped.append(layer)
+    assert skipped == [2, 3, 4][: count or 0]
