@@ -21,10 +21,11 @@ from vllm_module import DeviceConfig, LoadConfig, ModelConfig, WeightLoadError, 
 from vllm_module.build.loader import progress
 from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import run_ranks
-from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
 from vllm_module.hf_config import HFConfig
 from vllm_module.rope_parameters import rope_parameters
 from vllm_module.weights import Checkpoint
+from vllm_module.weights.digests import digests_file
 
 BIN = "pytorch_model.bin"
 CPU = torch.device("cpu")
@@ -247,6 +248,32 @@ def test_the_format_that_is_asked_for_is_read(tmp_path: Path) -> None:
         loading = LoadConfig(load_format=asked)  # type: ignore[arg-type]
         loaded = get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=loading)
         assert bool((loaded.get_parameter("model.norm.weight") == value).all())
+
+
+def test_one_process_compares_the_digests_beside_the_weights(tmp_path: Path) -> None:
+    """Any tensor with another bit than the digests were made of is named, if that is asked for."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float32"}))
+    model = build_model(read_config(tmp_path, ModelConfig(model=str(tmp_path))), torch.float32, CPU)
+    names = model.expected_weights()
+    tensors = {name: torch.rand(tuple(each.shape)) for name, each in names.items()}
+    path, digests = tmp_path / "model.safetensors", tmp_path / "digests.json"
+    save_file(tensors, path)
+
+    def load(*, compared: bool) -> Any:
+        asked = LoadConfig(digests=compared)
+        return get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=asked)
+
+    found = load(compared=True).load_report.digests.tensors
+    assert found.keys() == tensors.keys()
+    digests.write_text(json.dumps(digests_file([found])))
+    load(compared=True)
+    for name, tensor in tensors.items():
+        bits = tensor.view(torch.int32).clone()
+        bits.view(-1)[-1] ^= 1
+        save_file(tensors | {name: bits.view(torch.float32)}, path)
+        load(compared=False)
+        with pytest.raises(WeightReadError, match=rf"^{re.escape(name)}: .* read values whose"):
+            load(compared=True)
 
 
 @pytest.mark.parametrize("read", [0, 1, 700, 1000])
