@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig, WeightLoadError, get_model
+from vllm_module.build.loader import progress
 from vllm_module.build.model_source import build_model, read_config
 from vllm_module.distributed import run_ranks
-from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
 from vllm_module.hf_config import HFConfig
 from vllm_module.rope_parameters import rope_parameters
 from vllm_module.weights import Checkpoint
+from vllm_module.weights.digests import digests_file
 
 BIN = "pytorch_model.bin"
 CPU = torch.device("cpu")
@@ -240,3 +248,47 @@ def test_the_format_that_is_asked_for_is_read(tmp_path: Path) -> None:
         loading = LoadConfig(load_format=asked)  # type: ignore[arg-type]
         loaded = get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=loading)
         assert bool((loaded.get_parameter("model.norm.weight") == value).all())
+
+
+def test_one_process_compares_the_digests_beside_the_weights(tmp_path: Path) -> None:
+    """Any tensor with another bit than the digests were made of is named, if that is asked for."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float32"}))
+    model = build_model(read_config(tmp_path, ModelConfig(model=str(tmp_path))), torch.float32, CPU)
+    names = model.expected_weights()
+    tensors = {name: torch.rand(tuple(each.shape)) for name, each in names.items()}
+    path, digests = tmp_path / "model.safetensors", tmp_path / "digests.json"
+    save_file(tensors, path)
+
+    def load(*, compared: bool) -> Any:
+        asked = LoadConfig(digests=compared)
+        return get_model(model_config=ModelConfig(model=str(tmp_path)), load_config=asked)
+
+    found = load(compared=True).load_report.digests.tensors
+    assert found.keys() == tensors.keys()
+    digests.write_text(json.dumps(digests_file([found])))
+    load(compared=True)
+    for name, tensor in tensors.items():
+        bits = tensor.view(torch.int32).clone()
+        bits.view(-1)[-1] ^= 1
+        save_file(tensors | {name: bits.view(torch.float32)}, path)
+        load(compared=False)
+        with pytest.raises(WeightReadError, match=rf"^{re.escape(name)}: .* read values whose"):
+            load(compared=True)
+
+
+@pytest.mark.parametrize("read", [0, 1, 700, 1000])
+@pytest.mark.parametrize("ending", [None, OSError])
+def test_a_progress_bar_ends_with_what_was_read(read: int, ending: type[Exception] | None) -> None:
+    """The last bytes show, however short the time in which they came and however the load ends."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    reads = [SimpleNamespace(nbytes=600), SimpleNamespace(nbytes=400)]
+    plan: Any = SimpleNamespace(reads=lambda: reads)
+    checkpoint: Any = SimpleNamespace(bytes_read=0)
+    with suppress(OSError), progress(checkpoint, "loading", console) as planned:
+        planned(plan)
+        checkpoint.bytes_read = read
+        if ending is not None:
+            raise ending
+    sizes = re.findall(r"([0-9.]+)/1\.0 kB", console.file.getvalue())
+    assert sizes[-1] == f"{read / 1000:.1f}"
+    assert "progress" not in [each.name for each in threading.enumerate()]

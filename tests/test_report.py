@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_module import WeightLoadError
-from vllm_module.core.report import fold
+from vllm_module.core.report import LoadReport, Problem, fold
 from vllm_module.layers import RMSNorm
 
 
@@ -78,3 +78,19 @@ def test_names_of_a_file_cannot_rewrite_a_terminal() -> None:
         assert len(message) < 600 * count + 400
         report = refused.value.report
         assert [problem.name for problem in report.unexpected] == names[:count]
+
+
+@pytest.mark.parametrize("kind", ["missing", "unexpected", "duplicated", "misshapen"])
+def test_a_long_message_counts_the_lines_that_it_leaves_out(kind: str) -> None:
+    """Whatever their number, each problem has a line, or is counted in the one that ends them."""
+    lengths = set()
+    for number in range(80):
+        names = [chr(0x4E00 + each) for each in range(number)]
+        problems = [Problem(name, f"why {name}") for name in names]
+        lines = str(LoadReport(**{kind: problems})).splitlines()[2:]
+        shown = [line for line in lines if "more line" not in line]
+        assert shown == [f"  {name}: {why}" for name, why in problems[: len(shown)]]
+        left_out = number - len(shown)
+        assert lines[len(shown) :] == ([f"  … and {left_out} more lines"] if left_out else [])
+        lengths.add(len(lines))
+    assert max(lengths) < 60  # it is cut at all

@@ -92,6 +92,27 @@ def test_plan(tuned: Callable[[str], Any], run: Any, family: str, ranks: int) ->
         assert "each of max_loras, with max_lora_rank=7" in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_plan_of_experts_that_are_spread(
+    tuned: Callable[[str], Any], run: Any, family: str, ranks: int
+) -> None:
+    """Each of the ranks is there, with its experts' A and B, and those of all other layers."""
+    one = tuned(family)
+
+    def planned(*settings: object) -> Any:
+        code, out, err = run("plan", one.base, *settings, "--adapter", one.adapter, "--json")
+        assert code == 0, err
+        return json.loads(out)["adapter"]["rank_bytes"]
+
+    (alone,) = planned("--dtype", "float32")
+    stored = load_file(one.adapter / "adapter_model.safetensors")
+    of_experts = sum(each.nbytes for name, each in stored.items() if ".experts" in name)
+    assert 0 < of_experts < alone
+    spread = planned("--dtype", "float32", "--expert-parallel-size", ranks)
+    assert spread == [alone - of_experts + of_experts // ranks] * ranks
+
+
 def test_load(tuned: Callable[[str], Any], run: Any, tmp_path: Path) -> None:
     """Each rank loads what ``plan`` says it will; a broken adapter is refused by name."""
     one = tuned("mixtral")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, LoRARequest, SamplingParams
+from vllm_module.adapters import file_versions
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.runtime.ranks import worker_weights
 
@@ -157,6 +158,46 @@ def test_changed_while_it_is_read(
         assert [base, other] == [expected(None), expected("b")]
         assert "has changed while it was read" in broken
         assert len(replaced) == 2
+
+
+def longer(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b" ")
+
+
+def touched(file: Path) -> None:
+    status = file.stat()
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def replaced(file: Path) -> None:
+    """Put a copy in its place, with the same bytes and time."""
+    shutil.copy2(file, file.with_name("new"))
+    os.replace(file.with_name("new"), file)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("change", [longer, touched, replaced, Path.unlink])
+@pytest.mark.parametrize("stored", [FILE, "adapter_model.bin"])
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_any_change_of_a_file_is_another_version(
+    tmp_path: Path, of_weights: bool, stored: str, change: Callable[[Path], Any], linked: bool
+) -> None:
+    """It is told of settings and tensors, in either format, and of what a link leads to."""
+    files = tmp_path / "files"
+    files.mkdir()
+    for name in ("adapter_config.json", stored):
+        (files / name).write_bytes(b"{}")
+    folder = files
+    if linked:
+        folder = tmp_path / "links"
+        folder.mkdir()
+        for name in ("adapter_config.json", stored):
+            (folder / name).symlink_to(files / name)
+    before = file_versions(folder)
+    (folder / "README.md").write_text("no part of it")
+    assert file_versions(folder) == before
+    change(files / (stored if of_weights else "adapter_config.json"))
+    assert file_versions(folder) != before
 
 
 def test_replaced_between_two_ranks(

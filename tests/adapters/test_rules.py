@@ -8,11 +8,16 @@ from typing import Any
 import peft
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
+from torch import nn
 
 from vllm_module import vLLMModule
 from vllm_module.adapters import Adapter, adapter_config
+from vllm_module.adapters.spellings import spellings
+from vllm_module.core.tree import Node
 from vllm_module.layers import MergedColumnParallelLinear
 
 MODULES = [
@@ -124,3 +129,22 @@ def test_slots_have_their_own_scales_whatever_their_names_have_in_common() -> No
             low.add(x, found)
             torch.testing.assert_close(found, expected)
             assert len(low.parts) == len(present)
+
+
+PATH = ("model", "block", "experts", "up")
+
+
+@given(st.lists(st.sets(st.sampled_from("abc")), min_size=4, max_size=4))
+def test_a_module_has_the_names_by_all_aliases_above_it(aliases: list[set[str]]) -> None:
+    """Each component is the module's own name or an alias, whatever the others are."""
+    node, nodes = Node(nn.Module()), []
+    for component, others in zip(PATH, aliases, strict=True):
+        module: Any = node.module
+        module.weight_aliases = {"other": "elsewhere"} | dict.fromkeys(others, component)
+        node = Node(nn.Module(), node, component)
+        nodes.append(node)
+    each_level = [(component, *others) for component, others in zip(PATH, aliases, strict=True)]
+    for depth, below in enumerate(nodes, 1):
+        expected = {".".join((*names, "x")) for names in itertools.product(*each_level[:depth])}
+        found = spellings(below, f"{below.path}x")
+        assert sorted(found) == sorted(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich import filesize
 
 from vllm_module import ModelConfig, tensor_parallel
 from vllm_module.build.model_source import ModelSource
@@ -208,3 +210,13 @@ def test_a_plot_of_memory(quantized: tuple[RankTrace, int], run: Run, tmp_path: 
     assert (result.code, result.out) == (2, "")
     assert "must end in one of ." in result.err
     assert ".png" in result.err
+
+
+@pytest.mark.parametrize("nbytes", [each for n in (4, 6, 9, 12) for each in (10**n - 1, 10**n)])
+def test_memory_is_drawn_in_the_unit_that_its_size_has(tmp_path: Path, nbytes: int) -> None:
+    """A size at the edge of two units has that of rich, as all that the commands print."""
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
+    trace = RankTrace(0, 1000, samples=[Sample(0, 0, None), Sample(1, nbytes, None)])
+    plot_memory([trace], tmp_path / "memory.svg")
+    (unit,) = re.findall(r"added, (\w+)", (tmp_path / "memory.svg").read_text())
+    assert unit == filesize.decimal(nbytes).split()[1]

@@ -227,6 +227,24 @@ def test_experts_have_names_of_their_own_and_the_library_reads_them(
     assert router in config["quantization_config"]["ignore"]
 
 
+@pytest.mark.parametrize("block", [(2, 8), (8, 2)])
+def test_inputs_have_a_scale_for_each_block_of_a_row(
+    checkpoint: Callable[..., Path], tmp_path: Path, block: tuple[int, int]
+) -> None:
+    """The groups of inputs are as long as the blocks of weights that they are multiplied by."""
+    asked = QuantizationConfig(scheme="fp8_per_block", weight_block_size=block)
+    convert(ModelConfig(model=str(checkpoint("qwen2")), quantization=asked), tmp_path / "out")
+    schema = Schema.model_validate(entries(tmp_path / "out")["quantization_config"])
+    (group,) = schema.config_groups.values()
+    assert tuple(group.weights.block_structure) == block
+    tensors = stored(tmp_path / "out")
+    scales = {name: each for name, each in tensors.items() if name.endswith(".weight_scale")}
+    for name, scale in scales.items():
+        inputs = tensors[name.removesuffix("_scale")].shape[1]
+        assert inputs == group.input_activations.group_size * scale.shape[1]
+    assert scales
+
+
 def test_what_is_not_quantized_is_copied(
     converted: Callable[[str], tuple[Path, Path]],
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import nn
 
@@ -155,6 +156,25 @@ def test_files_hold_what_a_rank_holds_and_tied_tensors_once(
     assert stored.keys() == held.keys()
     assert stored["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
     assert all(torch.equal(t.float(), stored[name].float()) for name, t in held.items())
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_file_may_be_full_to_the_last_byte(
+    checkpoint: Callable[..., Path], tmp_path: Path, count: int, more: int
+) -> None:
+    """The files are those of huggingface_hub's division, at sizes around that of some tensors."""
+    original = checkpoint("qwen2")
+    model = get_model(model_config=ModelConfig(model=str(original)))
+    held = dict(model.named_parameters())  # a tied one once
+    sizes = [tensor.nbytes for tensor in held.values()]
+    limit = sum(sizes[:count]) + more  # the first ones fill a file, or all but one do
+    assert limit >= max(sizes)
+    division = split_torch_state_dict_into_shards(held, max_shard_size=limit)
+    shard(ModelConfig(model=str(original)), 1, tmp_path / "out", part_bytes=limit)
+    parts = sorted((tmp_path / "out").glob("model-rank-0-part-*.safetensors"))
+    found = [load_file(part).keys() for part in parts]
+    assert found == [set(names) for names in division.filename_to_tensors.values()]
 
 
 def test_digests_find_a_bit_that_no_load_looks_at(copied: Written) -> None:

@@ -176,6 +176,23 @@ def test_each_sequence_continues_from_its_own_state(
 
 
 @EACH
+@pytest.mark.parametrize("counts", [[1, 1], [3, 1]], ids=str)
+@pytest.mark.parametrize("earlier", [0, 1, 40])
+def test_padding_reads_no_state(operation, counts: list[int], earlier: int) -> None:
+    """What it computes is finite though every place holds NaN, and a place beside it is right."""
+    inputs = operation.inputs(sum(counts), torch.float32)
+    zeros = torch.zeros(1, *operation.state)
+    right = operation.call(*inputs, zeros, *places([-1, 0], counts, [0, 0]))
+    where = places([-1, 2], counts, [earlier, 0])
+    for run in (operation.call, *operation.runs):
+        held = torch.full((SLOTS, *operation.state), torch.nan)
+        y = run(*inputs, held, *where)
+        assert y.isfinite().all()
+        torch.testing.assert_close(y[counts[0] :], right[counts[0] :])
+        assert [slot for slot in range(SLOTS) if not held[slot].isnan().any()] == [2]
+
+
+@EACH
 def test_a_sequence_without_a_place_is_whole(operation) -> None:
     """Without a state, the tokens are one sequence that starts from zeros."""
     inputs = operation.inputs(21, torch.float32)

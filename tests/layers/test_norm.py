@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from vllm_module.distributed import run_ranks
 from vllm_module.layers import (
+    GatedRMSNorm,
+    GroupedGatedRMSNorm,
     LayerNorm,
     PerHeadLayerNorm,
     QKVParallelLinear,
@@ -82,6 +88,36 @@ def test_layer_norm(dtype: torch.dtype, bias: bool) -> None:
     y, total = norm(x, residual)
     assert torch.equal(total, x + residual)
     assert torch.equal(y, reference(x + residual))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("make", "reference"),
+    [
+        (lambda: GroupedGatedRMSNorm(96, 1, 1e-5), MambaRMSNormGated(96, 96, 1e-5)),
+        (lambda: GroupedGatedRMSNorm(96, 6, 1e-5), MambaRMSNormGated(96, 16, 1e-5)),
+        (lambda: GroupedGatedRMSNorm(96, 1, 1e-5, True), Qwen3NextRMSNormGated(96, 1e-5)),
+        (lambda: GatedRMSNorm(96, 1e-5), Qwen3NextRMSNormGated(96, 1e-5)),
+    ],
+    ids=["one group", "six groups", "norm first", "whole"],
+)
+@torch.no_grad()
+def test_the_bits_of_gated_norms(
+    dtype: torch.dtype, make: Callable[[], GroupedGatedRMSNorm], reference: nn.Module
+) -> None:
+    """Norms with a gate round where those of transformers do."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        norm = make()
+    finally:
+        torch.set_default_dtype(before)
+    nn.init.normal_(reference.to(dtype).weight)
+    norm.load_weights(reference.state_dict())
+    x, gate = torch.randn(2, 7, 96).to(dtype)
+    y = norm(x, gate)
+    assert y.dtype == dtype
+    assert torch.equal(y, reference(x, gate))
 
 
 # With 2 KV heads, each of 4 ranks shares its head with another one.

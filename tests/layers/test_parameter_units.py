@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_module.errors import ShardingError
 from vllm_module.parameters import (
@@ -14,8 +16,10 @@ from vllm_module.parameters import (
     BlockQuantScaleParameter,
     ColumnvLLMParameter,
     Dim,
+    Experts,
     GroupQuantScaleParameter,
     PackedColumnParameter,
+    PackedModelWeightParameter,
     PackedvLLMParameter,
     PerTensorScaleParameter,
     Slot,
@@ -120,3 +124,51 @@ def test_what_cannot_be_divided_is_refused(build: Callable[[], Any], numbers: li
         build()
     for number in numbers:
         assert number in str(refused.value)
+
+
+@given(
+    experts=st.sampled_from([None, Experts(3, 0, 1), Experts(4, 1, 2)]),
+    factor=st.sampled_from([2, 4, 8]),
+    rows=st.integers(1, 9),
+    padding=st.integers(0, 2),
+    inputs=st.integers(1, 3),
+    ranks=st.sampled_from([(1, 1), (3, 1), (1, 3)]),
+)
+def test_each_element_of_a_packed_weight_is_read_once_or_is_padding(
+    experts: Experts | None,
+    factor: int,
+    rows: int,
+    padding: int,
+    inputs: int,
+    ranks: tuple[int, int],
+) -> None:
+    """A slot's region has the elements that its pieces are read to, on every rank."""
+    size = max(ranks)
+    padded = -(-rows // ranks[0]) * ranks[0] + padding * ranks[0]
+    output = Dim(tuple(Slot(name, rows, ranks[0], padded=padded) for name in "ab"))
+    width = factor * inputs * ranks[1]
+    for rank in range(size):
+        weight = PackedModelWeightParameter(
+            output,
+            Dim.cut(width, ranks[1]),
+            packed_factor=factor,
+            tp_rank=rank,
+            tp_size=size,
+            dtype=torch.int32,
+            experts=experts,
+        )
+        assert weight.shape[-1] == inputs
+        counted = weight._like(torch.zeros(weight.shape, dtype=torch.int32))
+        read = torch.zeros_like(counted.data)
+        for slot in counted.slots:
+            stored = torch.empty(counted.checkpoint_shape(slot), device="meta")
+            for piece in counted.pieces(stored, slot):
+                piece.target.add_(1)
+            slots_own, before = counted.data - read, read
+            read = counted.data.clone()
+            counted.region(slot).add_(1)  # what is read of it, again
+            assert torch.equal(counted.data - before, 2 * slots_own)
+            counted.data.copy_(read)
+        for region in counted.padding():
+            region.add_(1)
+        assert counted.data.eq(1).all()

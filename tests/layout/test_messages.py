@@ -1,14 +1,22 @@
-"""The order of a plan's messages, beside the bound of an open shop and orders without a search."""
+"""The messages of a plan: what is in them, counted by hand, and their order.
+
+The order is compared with the bound of an open shop, and with orders without a search.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_module.layout.messages import in_order
+from vllm_module.layout.hops import Hop, Route, itemsize_of
+from vllm_module.layout.messages import in_order, messages_of
 
 MEBIBYTE = 1 << 20
 Pair = tuple[int, int]
@@ -59,3 +67,58 @@ def test_large_and_small_messages() -> None:
     }
     nbytes = {pair: size * 16 * MEBIBYTE for pair, size in nbytes.items()}
     assert makespan(in_order(nbytes), nbytes) < 1.1 * busiest(nbytes)
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> Route:
+    """Return a route of some tensors, whose hops each carry one of two boxes of some experts."""
+    hop = st.builds(
+        Hop,
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.integers(0, 1),
+        st.tuples(st.integers(0, 3), st.integers(1, 3)),
+    )
+    gathered, sent, relayed = (tuple(draw(st.lists(hop, max_size=4))) for _ in range(3))
+    sizes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=2, max_size=2))
+    entry: Any = object()  # of which the messages need the number alone
+    return Route(
+        tensors=(entry,) * draw(st.integers(1, 3)),
+        experts=(0, 6),
+        view=(9, 9),
+        boxes=tuple(((0, 0), size) for size in sizes),
+        gathered=gathered,
+        parts={},
+        sent=sent,
+        relayed=relayed,
+        dtype=draw(st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"])),
+    )
+
+
+@given(st.lists(routes(), max_size=3))
+def test_a_message_has_the_boxes_of_every_tensor_and_expert(given_routes: list[Route]) -> None:
+    """Boxes and bytes are those of a list in which each stands by itself."""
+    for number, messages in enumerate(messages_of(given_routes)):
+        listed = [
+            (source, target, math.prod(route.boxes[box][1]) * getattr(torch, route.dtype).itemsize)
+            for route in given_routes
+            for source, target, box, (_, experts) in route.stage(number)
+            for _ in route.tensors
+            for _ in range(experts)
+            if number == 1 or source != target  # what a rank sends to itself counts only as sent
+        ]
+        nbytes, boxes = Counter[Pair](), Counter[Pair]()
+        for source, target, size in listed:
+            nbytes[source, target] += size
+            boxes[source, target] += 1
+        assert {each[:2]: each.nbytes for each in messages} == nbytes
+        assert {each[:2]: each.boxes for each in messages} == boxes
+
+
+DTYPES = sorted({str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)})
+
+
+@pytest.mark.parametrize("dtype", [name.removeprefix("torch.") for name in DTYPES])
+def test_bytes_of_an_element_are_those_of_torch(dtype: str) -> None:
+    """A layout has dtypes by their names, those of less than a byte too."""
+    assert itemsize_of(dtype) == getattr(torch, dtype).itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -335,10 +335,14 @@ def test_the_format_of_int8_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", bnb.KINDS)
-def test_rows_of_zeros(kind: str) -> None:
-    """Rows of zeros, such as those of unused tokens, have the scale 0 and stay zeros."""
+@pytest.mark.parametrize("rows", [[0, 7, 31], range(32)], ids=["some", "all"])
+def test_rows_of_zeros(kind: str, rows: Sequence[int]) -> None:
+    """Rows of zeros, such as those of unused tokens, have the scale 0 and stay zeros.
+
+    In a tensor of zeros, the mean that is taken off nested scales is 0, too.
+    """
     weight = torch.randn(32, 64)
-    weight[[0, 7, 31]] = 0
+    weight[list(rows)] = 0
     saved, wide = bnb.quantized(weight, kind)
     layer: Any = ReplicatedLinear(64, 32, bias=False)
     quant_type = bnb.KINDS[kind].get("bnb_4bit_quant_type")

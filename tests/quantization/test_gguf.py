@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable, Iterator
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -327,6 +328,31 @@ def test_a_scale_that_is_not_finite_is_refused(kind: str, at: int, value: int) -
     broken[2, 1, at + 1] = value >> 8
     with pytest.raises(WeightReadError, match=rf"{name} \(slot 'up'\) has (-?inf|nan), and all"):
         layer.update_weights({f"up.{name}": broken})
+
+
+@pytest.mark.parametrize("kinds", [*permutations(("Q4_0", "Q8_0", None))], ids=str)
+def test_the_scales_of_every_type_of_a_layer_are_looked_at(kinds: tuple[str | None, ...]) -> None:
+    """One infinite scale, in each slot alone, whichever type comes first."""
+    slots = {f"{name}_proj": kind for name, kind in zip("qkv", kinds, strict=True)}
+    layer = MergedColumnParallelLinear(64, [3, 3, 3], bias=False, shard_names=list(slots))
+    layer.quantize(GGUFMethod(tuple(slots.items())))
+    weights = {}
+    for slot, kind in slots.items():
+        if kind is None:
+            weights[f"{slot}.weight"] = torch.ones(3, 64)
+            continue
+        block = BLOCK_TYPES[kind]  # its first two bytes are the scale, a float16
+        blocks = torch.zeros(3, 64 // block.values, block.nbytes, dtype=torch.uint8)
+        weights[f"{slot}.weight_{kind.lower()}"] = blocks
+    layer.load_weights(weights)
+    for name, blocks in weights.items():
+        if blocks.dtype == torch.uint8:
+            broken = blocks.clone()
+            broken[2, 1, 1] = 0x7C
+            slot, _, parameter = name.partition(".")
+            with pytest.raises(WeightReadError, match=rf"{parameter} .*{slot}.* has inf"):
+                layer.update_weights({name: broken})
+            layer.load_weights(weights)
 
 
 def test_a_plan_reads_what_a_rank_keeps(gguf_file: Callable[[str, str], Written]) -> None:

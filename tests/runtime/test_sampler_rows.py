@@ -82,6 +82,18 @@ def test_logprobs_are_those_of_the_model(
         assert token.logprob == token.logprobs[token.token_id].logprob
 
 
+@pytest.mark.parametrize("vocab", [2, 63, 64, 65, 66, 300])
+@pytest.mark.parametrize("values", [1, 3, 1000])
+@pytest.mark.parametrize("count", [0, 70])
+def test_each_token_of_a_row_has_a_rank_of_its_own(vocab: int, values: int, count: int) -> None:
+    """Ranks are the places in a sorted list, in which equal logits are in the order of ids."""
+    logits = torch.randint(values, (vocab,)).float()
+    found = prompt_logprobs(logits.expand(vocab, vocab), range(vocab), count)
+    ranks = [entries[token].rank for token, entries in enumerate(found)]
+    place = {token: rank for rank, token in enumerate(order(logits.tolist()), 1)}
+    assert ranks == [place[token] for token in range(vocab)]
+
+
 @pytest.mark.parametrize("vocab", [5, 130, 4100])
 def test_processed_logprobs_are_those_of_the_draw(vocab: int) -> None:
     """Beside raw ones, the tokens are the same; the others have those after bans and cuts."""

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.runtime.generation_config import stop_tokens
+from vllm_module.runtime.text.code_tokenizer import read_tokenizer
 from vllm_module.runtime.text.tokenizer import TextStream, Tokenizer
 
 
@@ -245,3 +246,18 @@ def test_bytes_are_shown_as_the_characters_that_they_complete(
     stream = TextStream(byte_fallback, tokens[:start])
     assert "".join(map(stream.push, tokens[start:end])) == expected
     assert byte_fallback.continuation(tokens[:start], tokens[start:end]) == expected
+
+
+@pytest.mark.parametrize("wrong", ["other/repo--tok.Tok", "absent.Tok", 3], ids=str)
+@pytest.mark.parametrize("other", [None, "own.Tok"], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_both_tokenizers_that_are_code_have_to_be_there(
+    tmp_path: Path, first: bool, other: str | None, wrong: object
+) -> None:
+    """Of a slow and a fast one, neither may lead elsewhere, whatever is said of the other one."""
+    (tmp_path / "own.py").write_text("raise AssertionError('it was run')")
+    pair = [wrong, other] if first else [other, wrong]
+    entries = {"auto_map": {"AutoTokenizer": pair}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    with pytest.raises(UnsupportedModelError, match=r"for AutoTokenizer"):
+        read_tokenizer(tmp_path, trust_remote_code=True)

@@ -63,6 +63,23 @@ def test_factors_on_frequencies_are_used(scaled: tuple[Path, Any]) -> None:
     torch.testing.assert_close(logits(path), written.logits(model, IDS), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_factors_may_be_in_any_part_of_a_split_model(
+    scaled: tuple[Path, Any], tmp_path: Path, part: int
+) -> None:
+    """The logits are those of one file, whichever of the files has rope_freqs.weight."""
+    _, model = scaled
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", llama3_factors())
+        factors = writer.tensors[-1].pop("rope_freqs.weight")
+        writer.tensors[part]["rope_freqs.weight"] = factors
+
+    written.write(tmp_path / "m.gguf", model, change=add, split_max_tensors=4)
+    assert len(list(tmp_path.iterdir())) == 4
+    torch.testing.assert_close(logits(tmp_path), written.logits(model, IDS), rtol=0, atol=1e-4)
+
+
 def test_a_configuration_beside_the_file_goes_first(
     scaled: tuple[Path, Any], tmp_path: Path
 ) -> None:

@@ -216,6 +216,18 @@ def test_a_bad_file_is_refused(case: str, tmp_path: Path, monkeypatch) -> None:
     assert (tmp_path / "victim").exists()
 
 
+@pytest.mark.parametrize("moved", [name for name, _ in unzipped(saved({"a": BASE}))])
+def test_a_member_in_another_folder_is_refused(moved: str, tmp_path: Path) -> None:
+    """An archive of torch.save has one folder, whichever of its members is elsewhere."""
+    members = unzipped(saved({"a": BASE}))
+    assert {name.split("/")[0] for name, _ in members} == {"archive"}
+    other = [(name if name != moved else f"other{name[7:]}", data) for name, data in members]
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(archive(*other))
+    with pytest.raises(CheckpointFormatError, match=r"no data\.pkl, or several"):
+        open_checkpoint(path)
+
+
 def test_a_long_byte_order_is_not_read(tmp_path: Path, monkeypatch) -> None:
     """A member that should be one word is refused by its size."""
     path = tmp_path / "pytorch_model.bin"
