@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from vllm_module.base.shared_memory import Offer, OfferedMemory
@@ -31,6 +32,9 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
 from vllm_module.distributed.shared_ring import RingShape, SharedRing
 from vllm_module.errors import WeightReadError
+from vllm_module.parameters import FlattenedParameter
+from vllm_module.parameters.dim import Dim
+from vllm_module.weights.checkpoint import open_checkpoint
 from vllm_module.weights.pairs import PairsCheckpoint
 
 HERE = Path(__file__).parent
@@ -277,6 +281,45 @@ def test_tensors_of_every_kind_go_round(size: int) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(parts) == nbytes
     assert max(parts) < nbytes / size * 1.3
+
+
+class Flattened(vLLMModule):
+    """Matrices that a checkpoint stores as vectors; a rank keeps rows, columns or all of them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        whole, cut = Dim.whole(12), Dim.cut(12, size)
+        for name, dims in {
+            "rows": (cut, whole),
+            "columns": (whole, cut),
+            "all": (whole,) * 2,
+        }.items():
+            of_rank = {"tp_rank": rank, "tp_size": size, "dtype": torch.float32}
+            setattr(self, name, FlattenedParameter(*dims, column=True, **of_rank))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_matrices_stored_as_vectors_go_round(tmp_path: Path, size: int) -> None:
+    """Files are read as matrices, of which a rank also takes columns; each byte is read once."""
+    tensors = {name: torch.randn(144, 1) for name in ("rows", "columns", "all")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    read: list[int] = []
+
+    def load(rank: int) -> dict[str, torch.Tensor]:
+        module = Flattened(rank, size)
+        with open_checkpoint(tmp_path) as checkpoint:
+            COOPERATING["load_by_threads"](module, checkpoint, rank, size)
+            read.append(checkpoint.bytes_read)
+        return {name: tensor.data for name, tensor in module.named_parameters()}
+
+    with COOPERATING["small_batches"](512, 3):
+        states = run_ranks(size, load)
+    matrix = {name: tensor.view(12, 12) for name, tensor in tensors.items()}
+    for rank, state in enumerate(states):
+        assert torch.equal(state["rows"], matrix["rows"].chunk(size, 0)[rank])
+        assert torch.equal(state["columns"], matrix["columns"].chunk(size, 1)[rank])
+        assert torch.equal(state["all"], matrix["all"])
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_a_buffer_is_not_filled_again_while_a_rank_writes_to_it() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from vllm_module.base.shared_memory import OfferedMemory
 from vllm_module.cooperative.batches import lay_out, parts_of
 from vllm_module.cooperative.reader import SharedReader
-from vllm_module.cooperative.wants import Wants, regions_of, shared_regions
+from vllm_module.cooperative.wants import Wants, as_read, regions_of, shared_regions
 from vllm_module.core.plan import LoadPlan
 from vllm_module.core.run import Reader
 from vllm_module.core.tree import state_of
@@ -89,7 +89,8 @@ class Cooperation:
             if -1 in leaders or len({each.order for each in wants}) > 1:
                 yield readers
                 return
-            handles, names = dict(self.pairs), list(dict.fromkeys(n for n, _ in planned if n))
+            handles = as_read(dict(self.pairs), planned)
+            names = list(dict.fromkeys(name for name, _ in planned if name))
             shared = shared_regions(handles, names, wants)
             chunks = list(lay_out(shared, self._size, shape.batch_bytes))
             regions = (region for _, of_fill in planned for region in of_fill)

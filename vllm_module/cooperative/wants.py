@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from vllm_module.core.plan import LoadPlan
 from vllm_module.weights import Handle, TensorHandle, Weight
-from vllm_module.weights.region import Box, Region, whole
+from vllm_module.weights.region import Box, Region, ViewableRegion, whole
 
 # A region that is cut inside its rows into segments of this length is read well by itself.
 _LONG_SEGMENT = 64 << 10
@@ -119,7 +119,8 @@ def regions_of(plan: LoadPlan, names: Mapping[int, str]) -> Iterator[tuple[str, 
             continue
         name = names.get(id(weight), "")
         box = whole(weight.shape) if name else ()
-        region = Region.within(name, weight.shape, box, weight.dtype)
+        kind = ViewableRegion if hasattr(weight, "view") else Region
+        region = kind.within(name, weight.shape, box, weight.dtype)
         if fill.tied_to is not None:  # it is compared before the others are read
             yield name, []
         elif name:
@@ -127,3 +128,17 @@ def regions_of(plan: LoadPlan, names: Mapping[int, str]) -> Iterator[tuple[str, 
             yield name, [cast(Region, source) for source, _ in standing_in.jobs()]
         else:
             yield name, [region for _ in fill.jobs()]
+
+
+def as_read(
+    handles: Mapping[str, Handle], planned: Iterable[tuple[str, Sequence[Region]]]
+) -> dict[str, Handle]:
+    """Return the handles in the shapes that planned regions are boxes of.
+
+    A matrix that is stored as a vector is read as a matrix where its handle can be viewed.
+    """
+    shaped: dict[str, Any] = dict(handles)
+    for name, regions in planned:
+        if name and regions and regions[0].sizes != shaped[name].shape:
+            shaped[name] = shaped[name].view(regions[0].sizes)
+    return shaped

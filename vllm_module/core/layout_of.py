@@ -35,7 +35,7 @@ from vllm_module.parameters.division import Division
 from vllm_module.weights import Handle, Weight
 from vllm_module.weights.chunked_handle import ChunkedHandle
 from vllm_module.weights.handle import FileHandle
-from vllm_module.weights.region import Box, Region, whole
+from vllm_module.weights.region import Box, Region, ViewableRegion, whole
 
 _Shapes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
@@ -56,17 +56,10 @@ class _Part(NamedTuple):
     tied_to: str | None = None
 
 
-class _Stored(Region):
-    """A region that stands for a handle whose tensor can be viewed in another shape."""
-
-    def view(self, shape: torch.Size) -> _Stored:
-        return _Stored(self.name, shape, whole(shape), self.dtype, shape)
-
-
 def stored_part(fill: Fill) -> Region:
     """Return what stands for the weight of a fill where only its place in a tensor is wanted."""
     name, sizes, box = _placed(fill.name, fill.weight)
-    return _Stored.within(name, sizes, box or whole(sizes), fill.weight.dtype)
+    return ViewableRegion.within(name, sizes, box or whole(sizes), fill.weight.dtype)
 
 
 def _placed(name: str, weight: Weight) -> tuple[str, torch.Size, Box | None]:
@@ -275,7 +268,9 @@ class _Layouts:
         tensor = location.tensor
         conversion = location.conversion
         siblings = location.node.module
-        stored = _Stored.within(part.name, part.sizes, part.box or whole(part.sizes), part.dtype)
+        stored = ViewableRegion.within(
+            part.name, part.sizes, part.box or whole(part.sizes), part.dtype
+        )
         if not is_typed(tensor):
             held = Strided(0, tuple(tensor.shape), tuple(tensor.stride()))
             start, size = zip(*stored.box, strict=True) if stored.box else ((), ())

@@ -94,3 +94,11 @@ class Region(NamedTuple):
         for (start, length), size in zip(self.box, self.sizes, strict=True):
             first, last = first * size + start, last * size + start + length - 1
         return first, last
+
+
+class ViewableRegion(Region):
+    """A region that stands for a handle whose tensor can be viewed in another shape."""
+
+    def view(self, shape: torch.Size) -> ViewableRegion:
+        """Return the region that is all of the tensor, in another shape."""
+        return ViewableRegion(self.name, shape, whole(shape), self.dtype, shape)
