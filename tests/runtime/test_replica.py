@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_module import LLM, DeviceConfig, ModelConfig, SamplingParams, get_model
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError, WeightReadError
+from vllm_module.export.sharded_state import shard
 from vllm_module.runtime import held_file, replica
 from vllm_module.weights.source import find_source
 from vllm_module.weights.stores import store, stored_bytes
@@ -298,6 +299,17 @@ def test_digests_of_the_files_are_not_served(folders: dict[str, Path], tmp_path:
     served = replica.small_files(folder)
     assert served["config.json"]
     assert "digests.json" not in served
+
+
+def test_an_engine_of_a_sharded_state_is_served_as_one_file(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its manifest lists files of ranks, which another engine would look for."""
+    shard(ModelConfig(model=str(folders["llama"]), dtype="float32"), 1, tmp_path / "sharded")
+    with engine(tmp_path / "sharded") as llm, llm.serve_weights(token=TOKEN) as server:
+        for rank in range(2):
+            expected = loaded(folders["llama"], rank, 2)
+            assert same(loaded(server.url, rank, 2), expected)
 
 
 def test_what_cannot_be_served_is_refused(folders: dict[str, Path]) -> None:

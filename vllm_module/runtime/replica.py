@@ -26,7 +26,9 @@ from typing import Any, Protocol
 
 from vllm_module.base.messages import describe_error
 from vllm_module.runtime.held_file import PIECE, ServedFile
+from vllm_module.weights.digests import DIGESTS
 from vllm_module.weights.hub import TEMPLATES, is_small
+from vllm_module.weights.sharded_state import MANIFEST
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ _CLIENTS = 64  # at once; the connections of others are closed
 _NICE = 10  # requests of the engine come first
 _IDLE = 30.0  # seconds that a client may take for a request or for a part of an answer
 MODEL, RANKS = "model.safetensors", "ranks.json"
-_OF_FILES = (".index.json", "digests.json")  # of the folder's weights, which may be others by now
+# Of the folder's weights, which may be others by now, and are served as one file.
+_OF_FILES = (".index.json", DIGESTS, MANIFEST)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
