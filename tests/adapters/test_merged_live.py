@@ -35,11 +35,13 @@ def ranks_of(family: str) -> dict[str, Any]:
     """Return settings of two ranks for five families: experts apart for one, layers for another."""
     return {
         "llama": {"tensor_parallel_size": 2},
-        "mixtral": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        "mixtral": {
+            "tensor_parallel_size": 2, "enable_expert_parallel": True, "num_redundant_experts": 2,
+        },
         "gpt_oss": {"tensor_parallel_size": 2},
         "qwen3": {"pipeline_parallel_size": 2},  # one stage has no A and B, and the other has
         "phi3": {"pipeline_parallel_size": 2},
-    }.get(family, {})
+    }.get(family, {})  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

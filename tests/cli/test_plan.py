@@ -21,6 +21,7 @@ from vllm_module.core.report import LoadReport, fold
 from vllm_module.distributed import run_ranks
 from vllm_module.hf_config import HFConfig
 from vllm_module.parameters import BasevLLMParameter
+from vllm_module.quantization import rules_for
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.testing import random_weights, write_checkpoint
 
@@ -349,6 +350,25 @@ def test_what_is_put_in_order_is_not_called_quantized(run: Run, tmp_path: Path) 
     assert "quantized" not in out
     assert "\ncast or put in order on a GPU, at the peak  " in out
     assert re.search(r"linear_attn\.conv1d\.weight .*\[4 of 32, 1, 4\] .*\[8 of 32, 1, 4\]", out)
+
+
+def test_matrices_that_are_stored_as_vectors_are_counted_as_such(run: Run, tmp_path: Path) -> None:
+    """Rows and columns that a rank reads of them are entries of the checkpoint's tensor."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 256,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "quantization_config": {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        },
+    }  # fmt: skip
+    rules = rules_for(None, config["quantization_config"])
+    model = build_model(HFConfig(**config), torch.float32, torch.device("cpu"), rules)
+    write_checkpoint(tmp_path, random_weights(model.expected_weights()), config=config)
+    out = run("plan", tmp_path, "--tp", 2).out
+    for name in ("q_proj", "o_proj"):  # rows, and columns
+        assert re.search(rf"self_attn\.{name}\.weight  +\[8192/2, 1\] +cut in 2 ", out)
+        assert re.search(rf"self_attn\.{name}\.weight\.absmax  +\[256/2\] +cut in 2 ", out)
 
 
 def test_experts_of_a_layer_share_a_line(run: Run, tmp_path: Path) -> None:

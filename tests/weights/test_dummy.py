@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams, get_model
 from vllm_module.build.model_source import ModelSource
 from vllm_module.cli import main
-from vllm_module.distributed import run_ranks
+from vllm_module.distributed import pipeline_parallel, run_ranks
 from vllm_module.errors import MisshapenWeightError
 from vllm_module.weights import dummy, read_into
 from vllm_module.weights.dummy import DummyHandle, DummyWeights
@@ -194,6 +194,23 @@ def test_online_quantization_is_that_of_the_values(tmp_path: Path) -> None:
     one, quantized = computed(folder), computed(folder, quantization="fp8_per_channel")
     assert not torch.equal(one, quantized)
     torch.testing.assert_close(quantized, one, rtol=0, atol=0.2 * float(one.abs().max()))
+
+
+def test_stages_have_the_values_of_the_whole(tmp_path: Path) -> None:
+    """Ranks of all stages find the same tensors, which they compare before they load."""
+    config = ModelConfig(model=str(folder_of(tmp_path)))
+    source = ModelSource.find(config, "dummy")
+    whole = get_model(model_config=config, load_config=DUMMY).state_dict()
+    held: dict[str, torch.Tensor] = {}
+    found = set()
+    for rank in range(2):
+        with pipeline_parallel(rank=rank, size=2):
+            with source.open() as weights:
+                found.add(weights.fingerprint)
+            held |= get_model(model_config=config, load_config=DUMMY).state_dict()
+    assert len(found) == 1
+    assert held.keys() == whole.keys()
+    assert all(torch.equal(held[name], whole[name]) for name in whole)
 
 
 def test_weights_are_neither_read_nor_downloaded(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from vllm_module.config import ModelConfig
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import (
     expert_parallel,
+    pipeline_parallel,
     surrounding_stage,
     tensor_parallel,
     tensor_parallel_group,
@@ -150,11 +151,11 @@ class ModelSource:
     def open(self) -> OpenWeights:
         """Open the weights and check their headers. ``bytes_read`` starts at zero.
 
-        Dummy weights have the names that a model of one rank expects. For them, ``bytes_read``
+        Dummy weights have the names that a whole model on one rank expects; their ``bytes_read``
         counts the values that are computed.
         """
         if self.is_dummy:
-            with tensor_parallel(rank=0, size=1):
+            with tensor_parallel(rank=0, size=1), pipeline_parallel(rank=0, size=1):
                 model = build_model(self.config, self.dtype, torch.device("cpu"), self.rules)
             expected = model.expected_weights() | valid_weights(model)
             return PairsCheckpoint(self.source.folder, DummyWeights(expected))

@@ -127,7 +127,7 @@ def kept_pieces(fill: Fill) -> tuple[KeptPiece, ...]:
 
 
 def _kept_piece(weight: Weight, source: Weight) -> KeptPiece:
-    begin, end, runs = 0, 0, 1
+    begin, end, runs, kept = 0, 0, 1, tuple(source.shape)
     nbytes = prod(source.shape) * source.dtype.itemsize
     # A source of the user's own may have other handles.
     if isinstance(weight, FileHandle) and isinstance(source, FileHandle):
@@ -135,7 +135,10 @@ def _kept_piece(weight: Weight, source: Weight) -> KeptPiece:
         begin, end = (at - first for at in source.byte_range)
         read = list(source.runs())
         runs, nbytes = sum(run.count for run in read), sum(run.nbytes for run in read)
-    return KeptPiece(begin, end, nbytes, runs, tuple(source.shape))
+        if (source.whole or source).shape != (weight.whole or weight).shape:
+            # A vector that is read as a matrix: the checkpoint has no rows and columns of it.
+            kept = prod(kept) // prod(weight.shape[1:]), *weight.shape[1:]
+    return KeptPiece(begin, end, nbytes, runs, kept)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -48,8 +49,8 @@ def merged_weights(
     of_adapter = HeldFile(call)
     present = frozenset[str]().union(*cast(list[frozenset[str]], call(_present)))
     weights = {name: of_adapter.take(name) for name in of_adapter.regions() if name in present}
-    with tensor_parallel(rank=0, size=1):
-        model = source.build(torch.device("cpu"))
+    with tensor_parallel(rank=0, size=1):  # which has no place for second copies of experts
+        model = replace(source, redundant_experts=0).build(torch.device("cpu"))
     stored = held.regions()
     config = cast(list[AdapterConfig], call(_config))[0]
     added = additions(model.plan_weights(stored), stored, config, dict(weights))
