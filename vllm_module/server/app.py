@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,7 +14,7 @@ from vllm_module.server import operations, tokens
 from vllm_module.server.chat import chat_completions
 from vllm_module.server.completions import completions
 from vllm_module.server.connection import Limits
-from vllm_module.server.endpoint import Answer, Endpoint, Keys, Right
+from vllm_module.server.endpoint import Endpoint, Handler, HandlerEndpoint, Keys, Right
 from vllm_module.server.errors import ApiError
 from vllm_module.server.messages import messages
 from vllm_module.server.page import page
@@ -39,8 +37,7 @@ from vllm_module.server.protocol import (
 from vllm_module.server.responses import responses
 from vllm_module.server.state import State
 
-_Handler = Callable[[State, Any], Awaitable[Answer]]
-ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
+ROUTES: tuple[tuple[str, str, Right, type[Body], Handler], ...] = (
     ("GET", "/health", "open", EmptyBody, operations.health),
     ("GET", "/ready", "open", EmptyBody, operations.ready),
     ("GET", "/version", "open", EmptyBody, operations.version),
@@ -69,12 +66,13 @@ ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
 
 def application(state: State, keys: Keys, limits: Limits) -> Starlette:
     """Return the application of a server."""
+    return routed(HandlerEndpoint, state, keys, limits)
+
+
+def routed(endpoint: type[Endpoint], state: Any, keys: Keys, limits: Limits) -> Starlette:
+    """Return an application with an endpoint for each path, and the page."""
     routes = [
-        Route(
-            path,
-            Endpoint(partial(handler, state), kind, right, keys, limits),
-            methods=[method],
-        )
+        Route(path, endpoint(path, right, kind, handler, state, keys, limits), methods=[method])
         for method, path, right, kind, handler in ROUTES
     ]
     routes.append(Route("/", page(), methods=["GET"]))
