@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
+from vllm_module.server.completions import CompletionBody
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import HandlerEndpoint, Keys
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import CompletionBody
 
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"

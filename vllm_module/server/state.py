@@ -6,28 +6,20 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_module.base.messages import shorten
 from vllm_module.runtime.async_llm import AsyncLLM
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.metrics import Histograms
+from vllm_module.server.protocol import TemplateOptions
 from vllm_module.server.tools import Formats
 
 
 def new_id(kind: str) -> str:
     """Return a new id of a request."""
     return f"{kind}-{uuid.uuid4().hex}"
-
-
-class TemplateOptions(Protocol):
-    """How the messages of a request become a prompt."""
-
-    reasoning_effort: str | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    chat_template_kwargs: dict[str, Any]
 
 
 @dataclass
@@ -69,7 +61,7 @@ class State:
         return self.engine().llm.get_tokenizer()
 
     async def prompts(
-        self, name: str, value: Any, special: bool | None = None, salt: str | None = None
+        self, name: str, value: Any, special: bool | None = None
     ) -> list[dict[str, Any]]:
         """Return the prompts in a field; a thread tokenizes texts without special tokens."""
         listed = listed_prompts(name, value)
@@ -83,7 +75,7 @@ class State:
             if special is False and isinstance(each, str):
                 ids = await asyncio.to_thread(self.tokenizer().encode, each, False)
                 prompt["prompt_token_ids"] = ids
-            found.append(prompt if salt is None else {**prompt, "cache_salt": salt})
+            found.append(prompt)
         return found
 
     async def chat_prompt(
