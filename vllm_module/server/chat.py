@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from vllm_module.runtime.sampling.sampler import Logprob
@@ -36,20 +35,13 @@ class _Messages(ChoicesAnswer):
             return {}
         return {"prompt_token_ids": delta.output.prompt_token_ids}
 
-    def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
-        if delta.first:
-            begin = {
-                "index": delta.index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            usage = {"usage": self._generation.usage(generated=False)} if self._counted else {}
-            yield {**self.beside(delta), "choices": [begin], **usage}
-        choice = self.choice(delta)
-        if any(choice[key] for key in ("delta", "logprobs", "finish_reason", "token_ids")):
-            usage = {"usage": self._generation.usage()} if self._counted else {}
-            yield {"choices": [choice], **usage}
+    def begin(self, delta: ChoiceDelta) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
 
     def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         body = self._body

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -61,16 +61,12 @@ async def completions(state: State, body: CompletionBody) -> Answer:
 class _Completions(ChoicesAnswer):
     """Texts, with the prompt's if it is echoed."""
 
+    uncounted: ClassVar = {"usage": None}
+
     def __init__(self, state: State, body: CompletionBody, generation: Continuation) -> None:
         super().__init__(generation, "text_completion")
         self._state, self._body = state, body
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
-
-    def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
-        choice = self.choice(delta)
-        if any(choice[key] for key in ("text", "logprobs", "finish_reason", "token_ids")):
-            usage = self._generation.usage() if self._counted else None
-            yield {"choices": [choice], "usage": usage}
 
     def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         body, output = self._body, delta.output

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pydantic_core
@@ -72,12 +73,13 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+@dataclass
 class Endpoint:
     """An ASGI application for one path: it checks the key, receives the body, and tells errors.
 
     What it answers is :meth:`answer`, which a subclass has.
 
-    Args:
+    Attributes:
         path: the path.
         right: who may ask.
         kind: the class of the body; without fields, the request has none.
@@ -88,30 +90,25 @@ class Endpoint:
 
     """
 
-    def __init__(
-        self,
-        path: str,
-        right: Right,
-        kind: type[Body],
-        handler: Handler,
-        state: Any,
-        keys: Keys,
-        limits: Limits,
-    ) -> None:
-        self._path, self._right, self._kind, self._handler = path, right, kind, handler
-        self._state, self._keys, self._limits = state, keys, limits
+    path: str
+    right: Right
+    kind: type[Body]
+    handler: Handler
+    state: Any
+    keys: Keys
+    limits: Limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         request = Request(scope, receive)
         try:
-            self._keys.check(request.headers, self._right)
+            self.keys.check(request.headers, self.right)
             await self.answer(request, await self._received(request), send)
         except ClientDisconnect:
             return
         except Exception as error:
             told = _told(error)
-            response = json_response(self._kind.told(told), told.status)
+            response = json_response(self.kind.told(told), told.status)
             await response(scope, receive, send)
 
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
@@ -120,7 +117,7 @@ class Endpoint:
 
     async def _received(self, request: Request) -> bytes:
         """Return the body. Raises ``ApiError`` beyond the limits of size and time."""
-        seconds, limit = self._limits.client_seconds, self._limits.body_bytes
+        seconds, limit = self.limits.client_seconds, self.limits.body_bytes
         too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
 
         async def all_of_it() -> bytes:
@@ -149,8 +146,8 @@ class HandlerEndpoint(Endpoint):
         await work_until_gone(work, request.receive)
 
     def _checked(self, headers: Headers, data: bytes) -> Body:
-        if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
-            return self._kind.of({})
+        if not data and not any(each.is_required() for each in self.kind.model_fields.values()):
+            return self.kind.of({})
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another origin cannot send unasked
             raise ApiError(415, "send the body with 'Content-Type: application/json'")
@@ -163,10 +160,10 @@ class HandlerEndpoint(Endpoint):
                 json.dumps(given, allow_nan=False)  # raises for a number that became infinite
         except ValueError:
             raise ApiError(400, "the body has a number that is too large for a float") from None
-        return self._kind.of(given)
+        return self.kind.of(given)
 
     async def _work(self, body: Body, request: Request, send: Send) -> None:
-        answer = await self._handler(self._state, body)
+        answer = await self.handler(self.state, body)
         if isinstance(answer, AsyncGenerator):
             await self._send_events(send, answer)
             return
@@ -190,7 +187,7 @@ class HandlerEndpoint(Endpoint):
                     await send(event_message(each))
                     sent += 1
             except Exception as error:
-                await send(event_message(self._kind.told_within(_told(error), sent)))
+                await send(event_message(self.kind.told_within(_told(error), sent)))
                 end = b""
         await send({"type": "http.response.body", "body": end})
 

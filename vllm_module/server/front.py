@@ -122,18 +122,18 @@ class _Forward(Endpoint):
 
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
         """Ask one backend or all of them."""
-        backends = self._state.loaded()
+        backends = self.state.loaded()
         headers = [each for each in request.headers.raw if each[0] in _FORWARDED]
-        asked = _Asked(request.method, self._path, headers, data)
-        if self._path in (_LOAD, _UNLOAD):
+        asked = _Asked(request.method, self.path, headers, data)
+        if self.path in (_LOAD, _UNLOAD):
             # To the end, also if the client goes away: engines should not differ.
             await (await self._by_all_or_none(backends, asked)).send(send)
-        elif self._path in _IN_TURN:  # in one order in all engines
-            async with self._state.changes:
+        elif self.path in _IN_TURN:  # in one order in all engines
+            async with self.state.changes:
                 await (await self._by_all(backends, asked)).send(send)
-        elif self._path in _FOR_ALL:
+        elif self.path in _FOR_ALL:
             await (await self._by_all(backends, asked)).send(send)
-        elif self._path == "/metrics":
+        elif self.path == "/metrics":
             await work_until_gone(self._metrics(backends, asked, send), request.receive)
         else:
             await work_until_gone(self._by_one(backends, asked, send), request.receive)
@@ -148,7 +148,7 @@ class _Forward(Endpoint):
         prefixes = prefixes_of(_prompt(given))
         tried, ended = set[Any](), 0
         answer: _Whole | None = None
-        async with self._state.asking(str(given.get("model"))):
+        async with self.state.asking(str(given.get("model"))):
             while ended < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
                 tried.add(backend)
                 try:
@@ -198,7 +198,7 @@ class _Forward(Endpoint):
             if not begun:
                 raise
             error = ApiError(500, "the engine of this request has ended")
-            rest = event_message(self._kind.told_within(error, sent))["body"]
+            rest = event_message(self.kind.told_within(error, sent))["body"]
         if not begun:
             await send(begin)
         await send({"type": "http.response.body", "body": rest})
@@ -226,12 +226,12 @@ class _Forward(Endpoint):
         """
         given = _fields(asked.body)
         name = str(given.get("lora_name"))
-        async with self._state.changing(name):
-            if self._path == _UNLOAD and (count := self._state.asked[name]):
+        async with self.state.changing(name):
+            if self.path == _UNLOAD and (count := self.state.asked[name]):
                 message = f"{count} requests use the adapter {shorten(name)}: wait for them, or "
                 raise ApiError(409, f"{message}abort them", "lora_name")
             answers = await self._each(backends, backends.alive(), asked)
-            if self._path == _UNLOAD:
+            if self.path == _UNLOAD:
                 end = time.monotonic() + _GONE
                 while any(each.status == 409 for each in answers) and time.monotonic() < end:
                     await asyncio.sleep(_POLL)
@@ -268,7 +268,7 @@ class _Forward(Endpoint):
                 if backend not in backends.alive():  # the others are all
                     return None
                 message = f"engine {backend.number} gave no answer, and others may have: {error}"
-                told = json.dumps(self._kind.told(ApiError(500, message))).encode()
+                told = json.dumps(self.kind.told(ApiError(500, message))).encode()
                 return _Whole(backend, 500, [(b"content-type", b"application/json")], told)
 
         return [each for each in await asyncio.gather(*map(whole, whom)) if each is not None]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
@@ -18,6 +18,8 @@ from vllm_module.server.protocol import GenerationBody, StreamOptions
 from vllm_module.server.state import State, new_id
 
 _LEAST = -9999.0  # JSON has no infinity
+# What makes a chunk worth sending.
+_SHOWN = ("text", "delta", "logprobs", "finish_reason", "token_ids")
 
 
 @dataclass
@@ -151,16 +153,17 @@ class ChoicesAnswer:
 
     """
 
+    uncounted: ClassVar[dict[str, Any]] = {}
+    """What a chunk has in place of ``usage`` if the request does not ask for it."""
+
     def __init__(self, generation: Continuation, kind: str) -> None:
         self._generation = generation
-        body = generation.body
-        options = body.stream_options or StreamOptions()
-        self._counted, self._counted_last = options.in_each, options.include_usage
+        self._options = generation.body.stream_options or StreamOptions()
         self._head = {
             "id": generation.name,
             "object": kind,
             "created": int(time.time()),
-            "model": body.model or generation.state.names[0],
+            "model": generation.body.model or generation.state.names[0],
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -176,24 +179,31 @@ class ChoicesAnswer:
 
     async def events(self) -> Events:
         """Yield chunks, and the counts of tokens if the request asks for them."""
+        usage, last = self._generation.usage, self._options.include_usage
+        counted = last and self._options.continuous_usage_stats
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
-                for chunk in self.chunks(delta):
-                    yield {**self._head, **chunk}
-        if self._counted_last:
-            yield {**self._head, "choices": [], "usage": self._generation.usage()}
-
-    def beside(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return what an answer has beside its choices."""
-        return {}
+                if delta.first and (begin := self.begin(delta)) is not None:
+                    counts = {"usage": usage(generated=False)} if counted else self.uncounted
+                    yield {**self._head, **self.beside(delta), "choices": [begin], **counts}
+                choice = self.choice(delta)
+                if any(map(choice.get, _SHOWN)):
+                    counts = {"usage": usage()} if counted else self.uncounted
+                    yield {**self._head, "choices": [choice], **counts}
+        if last:
+            yield {**self._head, "choices": [], "usage": usage()}
 
     def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the choice of a whole answer or of a chunk."""
         raise NotImplementedError
 
-    def chunks(self, delta: ChoiceDelta) -> Iterator[dict[str, Any]]:
-        """Yield the chunks that tell of a delta, without what all chunks have."""
-        raise NotImplementedError
+    def begin(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """Return a choice that is told before the first one has anything."""
+        return None
+
+    def beside(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return what a whole answer, or the chunk that begins, has beside its choices."""
+        return {}
 
 
 def token_text(token_id: int, logprob: Logprob, *, as_id: bool) -> str:

@@ -123,11 +123,6 @@ class StreamOptions(Settings):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # of vLLM: the counts so far, in each chunk
 
-    @property
-    def in_each(self) -> bool:
-        """Whether each chunk has the counts of tokens so far."""
-        return self.include_usage and self.continuous_usage_stats
-
 
 class GenerationBody(Body):
     """What requests for text have in common."""
