@@ -17,7 +17,7 @@ from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ANY, ONE_ANSWER, ChatBody, GenerationBody, Listed
+from vllm_module.server.protocol import ANY, ONE_ANSWER, ChatBody, ConversationBody, Listed
 from vllm_module.server.state import State
 
 _STOP_REASONS = {"length": "max_tokens", "abort": "end_turn"}
@@ -28,7 +28,7 @@ _DELTAS = {
 }
 
 
-class MessagesBody(GenerationBody):
+class MessagesBody(ConversationBody):
     """The body of /v1/messages."""
 
     unsupported = {
@@ -40,12 +40,10 @@ class MessagesBody(GenerationBody):
         "output_config": ANY,
         "service_tier": ("auto", "standard_only"),
     }
-    model: str
     messages: Listed[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     system: Any = None
     stop_sequences: Listed[str] = []
-    tools: Listed[dict[str, Any]] = []
     tool_choice: dict[str, Any] | None = None
 
     @classmethod
@@ -79,19 +77,13 @@ def _chat_body(body: MessagesBody) -> ChatBody:
     if chosen is None:
         refusal = f"tool_choice.type should be auto, any, tool or none, got {shorten(kind)}"
         raise ApiError(400, refusal, "tool_choice")
-    sampling = dict(body.sampling)
-    if body.stop_sequences:
-        sampling["stop"] = body.stop_sequences
-    return ChatBody(
-        model=body.model,
+    return body.as_chat(
         messages=listed,
         max_tokens=body.max_tokens,
-        stream=body.stream,
-        cache_salt=body.cache_salt,
         tools=[_function(tool) for tool in body.tools],
         tool_choice=chosen,
         parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
-        **sampling,
+        **({"stop": body.stop_sequences} if body.stop_sequences else {}),
     )
 
 

@@ -141,6 +141,18 @@ class GenerationBody(Body):
         return self.model_extra or {}
 
 
+class ConversationBody(GenerationBody):
+    """What requests for the next message of a conversation have in common."""
+
+    model: str  # as OpenAI requires it
+    tools: Listed[dict[str, Any]] = []
+
+    def as_chat(self, **entries: Any) -> ChatBody:
+        """Return the request in the words of chat completions, with these entries."""
+        given = {**self.sampling, **entries}
+        return ChatBody(model=self.model, stream=self.stream, cache_salt=self.cache_salt, **given)
+
+
 class TemplateOptions(Settings):
     """How the messages of a request become a prompt."""
 
@@ -150,7 +162,7 @@ class TemplateOptions(Settings):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ChatBody(GenerationBody, TemplateOptions):
+class ChatBody(ConversationBody, TemplateOptions):
     """The body of /v1/chat/completions."""
 
     unsupported = {
@@ -167,9 +179,7 @@ class ChatBody(GenerationBody, TemplateOptions):
         "add_special_tokens": (False,),
         "echo": (False,),
     }
-    model: str  # as OpenAI requires it
     messages: Listed[dict[str, Any]] = Field(min_length=1)
-    tools: Listed[dict[str, Any]] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: Any = None

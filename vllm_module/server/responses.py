@@ -17,11 +17,13 @@ from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ONE_ANSWER, ChatBody, GenerationBody, Listed
+from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
 from vllm_module.server.state import State
 
+_EVENTS = {"text": "output_text", "reasoning": "reasoning", "call": "function_call_arguments"}
 
-class ResponsesBody(GenerationBody):
+
+class ResponsesBody(ConversationBody):
     """The body of /v1/responses."""
 
     unsupported = {
@@ -38,11 +40,9 @@ class ResponsesBody(GenerationBody):
         "top_logprobs": (0,),
         "truncation": ("disabled", "auto"),
     }
-    model: str
     input: Any
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    tools: Listed[dict[str, Any]] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     text: dict[str, Any] = {}
@@ -78,18 +78,14 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     choice = body.tool_choice
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
-    return ChatBody(
-        model=body.model,
+    return body.as_chat(
         messages=listed,
         max_tokens=body.max_output_tokens,
-        stream=body.stream,
-        cache_salt=body.cache_salt,
         tools=[_function(tool) for tool in body.tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=wanted,
         reasoning_effort=body.reasoning.get("effort"),
-        **body.sampling,
     )
 
 
@@ -152,29 +148,23 @@ class _Answer:
 
     def _changes(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
         """Yield the events that tell of a change of an item."""
+        is_call, name = block.kind == "call", _EVENTS[block.kind]
         at = {"output_index": block.number}
-        where = {**at, "item_id": _id(block), "content_index": 0}
-        kind = {"text": "output_text", "reasoning": "reasoning"}.get(block.kind)
+        where = {**at, "item_id": _id(block), **({} if is_call else {"content_index": 0})}
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if what == "begin":
             item = _item(block, "in_progress")
             yield self._event("response.output_item.added", item=item, **at)
-            if kind is not None:
+            if not is_call:
                 yield self._event("response.content_part.added", part=_part(block, ""), **where)
-        elif kind is None:
-            where.pop("content_index")
-            name = "response.function_call_arguments"
-            if what == "more":
-                yield self._event(f"{name}.delta", delta=text, **where)
-            else:
-                yield self._event(f"{name}.done", arguments=block.text, **where)
         elif what == "more":
-            yield self._event(f"response.{kind}.delta", delta=text, **where, **logprobs)
+            yield self._event(f"response.{name}.delta", delta=text, **where, **logprobs)
         else:
-            yield self._event(f"response.{kind}.done", text=block.text, **where, **logprobs)
-            part = _part(block, block.text)
-            yield self._event("response.content_part.done", part=part, **where)
-        if what == "end":
+            whole = {"arguments" if is_call else "text": block.text}
+            yield self._event(f"response.{name}.done", **whole, **where, **logprobs)
+            if not is_call:
+                part = _part(block, block.text)
+                yield self._event("response.content_part.done", part=part, **where)
             item = _item(block, "completed")
             yield self._event("response.output_item.done", item=item, **at)
 

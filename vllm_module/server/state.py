@@ -70,11 +70,10 @@ class State:
             raise ApiError(400, message, name)
         found = []
         for each in listed:
-            kind = "prompt" if isinstance(each, str) else "prompt_token_ids"
-            prompt: dict[str, Any] = {kind: each}
+            prompt = {"prompt" if isinstance(each, str) else "prompt_token_ids": each}
             if special is False and isinstance(each, str):
-                ids = await asyncio.to_thread(self.tokenizer().encode, each, False)
-                prompt["prompt_token_ids"] = ids
+                encode = self.tokenizer().encode
+                prompt["prompt_token_ids"] = await asyncio.to_thread(encode, each, False)
             found.append(prompt)
         return found
 
@@ -82,18 +81,17 @@ class State:
         self, messages: Any, options: TemplateOptions, tools: Sequence[Any] = ()
     ) -> dict[str, Any]:
         """Return a conversation as a prompt, which another process formats."""
-        llm = self.engine().llm
+        llm, continues = self.engine().llm, options.continue_final_message
         variables = {
             **options.chat_template_kwargs,
-            "add_generation_prompt": options.add_generation_prompt,
-            "continue_final_message": options.continue_final_message,
+            # A message that is continued is followed by no prompt for another one.
+            "add_generation_prompt": options.add_generation_prompt and not continues,
+            "continue_final_message": continues,
         }
         if options.reasoning_effort is not None:
             variables["reasoning_effort"] = options.reasoning_effort
         if tools:
             variables["tools"] = list(tools)
-        if options.continue_final_message:
-            variables["add_generation_prompt"] = False
         return await asyncio.to_thread(lambda: llm.chat_prompt(messages, **variables))
 
 
