@@ -18,13 +18,8 @@ from vllm_module.server.page import page
 from vllm_module.server.protocol import Body, ChatBody
 from vllm_module.server.state import State
 
+# Those of text come first, because they are tried in turn.
 ROUTES: tuple[tuple[str, str, Right, type[Body], Handler], ...] = (
-    ("GET", "/health", "open", Body, operations.health),
-    ("GET", "/ready", "open", Body, operations.ready),
-    ("GET", "/version", "open", Body, operations.version),
-    ("GET", "/metrics", "open", Body, operations.metrics),
-    ("GET", "/v1/models", "api", Body, operations.models),
-    ("GET", "/summary", "api", Body, operations.summary),
     ("POST", "/v1/completions", "api", completions.CompletionBody, completions.completions),
     ("POST", "/v1/chat/completions", "api", ChatBody, chat.chat_completions),
     ("POST", "/v1/responses", "api", responses.ResponsesBody, responses.responses),
@@ -32,6 +27,12 @@ ROUTES: tuple[tuple[str, str, Right, type[Body], Handler], ...] = (
     ("POST", "/v1/embeddings", "api", tokens.EmbeddingBody, tokens.embeddings),
     ("POST", "/tokenize", "api", tokens.TokenizeBody, tokens.tokenize),
     ("POST", "/detokenize", "api", tokens.DetokenizeBody, tokens.detokenize),
+    ("GET", "/health", "open", Body, operations.health),
+    ("GET", "/ready", "open", Body, operations.ready),
+    ("GET", "/version", "open", Body, operations.version),
+    ("GET", "/metrics", "open", Body, operations.metrics),
+    ("GET", "/v1/models", "api", Body, operations.models),
+    ("GET", "/summary", "api", Body, operations.summary),
     ("GET", "/weight_version", "api", Body, operations.weight_version),
     ("GET", "/get_world_size", "api", Body, operations.world_size),
     ("GET", "/server_info", "api", Body, operations.server_info),

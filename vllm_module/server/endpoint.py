@@ -125,10 +125,11 @@ class Endpoint:
             if length.isdecimal() and int(length[:20]) > limit:
                 raise too_large
             data = bytearray()
-            async for piece in request.stream():
-                data += piece
-                if len(data) > limit:
-                    raise too_large
+            async with aclosing(request.stream()) as pieces:
+                async for piece in pieces:
+                    data += piece
+                    if len(data) > limit:
+                        raise too_large
             return bytes(data)
 
         try:

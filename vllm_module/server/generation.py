@@ -151,10 +151,12 @@ class ChoicesAnswer:
         generation: what is answered.
         kind: the name of what is answered, in the protocol.
 
+    Attributes:
+        uncounted: what a chunk has in place of ``usage`` if the request does not ask for it.
+
     """
 
     uncounted: ClassVar[dict[str, Any]] = {}
-    """What a chunk has in place of ``usage`` if the request does not ask for it."""
 
     def __init__(self, generation: Continuation, kind: str) -> None:
         self._generation = generation
