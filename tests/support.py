@@ -169,10 +169,10 @@ def exit_codes(pids: Sequence[int]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def as_program(script: str, directory: str) -> None:
+def as_program(script: str, *arguments: str) -> None:
     """Run ``script`` in this fork as Python would; the fork ends when its parent has ended."""
     end_with(os.getppid())
-    sys.argv = [script, directory]
+    sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
 
@@ -199,6 +199,26 @@ def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> Non
             agent.kill()  # its ranks end with it
 
 
+def run_program(script: Path, *arguments: object, log: Path, limit: float = LIMIT) -> int:
+    """Run ``script`` in a fork of the process that ranks of engines come from.
+
+    That process has imported PyTorch, and has no threads. What the script and its own forks print
+    is written to ``log``. They end as forks do, and not as Python: a script that has to is started
+    by ``subprocess``. Returns the exit code.
+    """
+    context = multiprocessing.get_context("forkserver")
+    given = {"PROGRAM": (str(script), *map(str, arguments)), "LOG": str(log)}
+    process = context.Process(target=runpy.run_path, args=(__file__, given, "program"))
+    process.start()
+    try:
+        process.join(limit)
+        assert process.exitcode is not None, f"{script} has not ended within {limit:g} s"
+    finally:
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
 @contextlib.contextmanager
 def imported(path: Path, source: str) -> Iterator[ModuleType]:
     """Write a module that processes started in the block can import, too; yield it."""
@@ -222,3 +242,9 @@ if __name__ == "agent":
     config, _, _ = config_from_args(parse_args([*options, script]))
     config.start_method = "fork"
     api.elastic_launch(config, as_program)(script, directory)
+
+if __name__ == "program":
+    opened = os.open(globals()["LOG"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(opened, number)
+    as_program(*globals()["PROGRAM"])

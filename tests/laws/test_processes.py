@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +18,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hold the law on two ranks, on three, and on two with a fault."""
 
     def run(directory: Path) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCRIPT), str(directory)]
-        subprocess.run(command, check=True, timeout=SUPPORT["LIMIT"], env=environment)
+        log = directory / "log"
+        assert SUPPORT["run_program"](SCRIPT, directory, log=log) == 0, log.read_text()
 
     directory: Path = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), "law", run)
     return directory
