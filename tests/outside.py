@@ -19,9 +19,7 @@ from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM
 from vllm_module.testing import random_weights, write_checkpoint
 
 CPU = torch.device("cpu")
-
 NAMES = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-
 CONFIG: dict[str, Any] = {
     "architectures": ["OutsideForCausalLM"],
     "n_embd": 16,

@@ -124,7 +124,6 @@ from vllm_module.models.llama import LlamaForCausalLM
 
 class OutsideForCausalLM(LlamaForCausalLM):
     """
-
 FAILURES = {
     "raises": ("def __init__(self, config): 1 / 0", " in line 5: ZeroDivisionError"),
     "exits": ("def __init__(self, config): raise SystemExit(0)", " in line 5: SystemExit: 0"),
@@ -172,7 +171,6 @@ class OutsideForCausalLM(LlamaForCausalLM):
 
     {whole}
 """
-
 LOADING = {
     "loads": ("", "def load_weights(self, w): raise {0}", "load_weights", 13),
     "loads late": (
@@ -187,7 +185,6 @@ LOADING = {
         "part.process_weights_after_loading", 6,
     ),
 }  # fmt: skip
-
 ERRORS = ["BaseException('x')", "SystemExit(3)", "ValueError('x')", "OSError(2, 'x')"]
 
 

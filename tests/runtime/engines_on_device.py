@@ -22,21 +22,14 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.sampling import sampler
 
 HERE = Path(__file__).parent
-
 _simulated = runpy.run_path(str(HERE / "simulated_device.py"))
-
 DEVICE, SimulatedDevice = _simulated["DEVICE"], _simulated["SimulatedDevice"]
-
 HostError = _simulated["HostError"]
-
 CONFIGS: dict[str, dict[str, Any]] = runpy.run_path(str(HERE.parent / "models/configurations.py"))[
     "CONFIGS"
 ]
-
 WIDE = CONFIGS["llama"] | {"hidden_size": 128, "intermediate_size": 256}  # whole groups of 128
-
 MEMORY = 1 << 30
-
 PROMPTS = [[5, 9, 3], [7] * 21, [11, 4], [2, 8, 6, 1, 30]]
 
 

@@ -28,7 +28,6 @@ VIEWS = {
     "expand", "lift_fresh", "new_empty", "select", "slice", "split", "split_with_sizes", "squeeze",
     "transpose", "unbind", "unfold", "unsqueeze", "view",
 }  # fmt: skip
-
 EVERYTHING = {
     "top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.7, "repetition_penalty": 1.3,
     "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {3: 5.0}, "logprobs": 4,

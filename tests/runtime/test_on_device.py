@@ -21,7 +21,6 @@ ENGINES: Any = runpy.run_path(str(HERE / "engines_on_device.py"))
 folders, generated, on_device, GREEDY, PROMPTS = (
     ENGINES[name] for name in ("folders", "generated", "on_device", "GREEDY", "PROMPTS")
 )
-
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "dense, eager": ("qwen3", {"enforce_eager": True}),
