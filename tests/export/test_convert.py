@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from vllm_module import ModelConfig, get_model
+from vllm_module import ModelConfig, QuantizationConfig, get_model
 from vllm_module.export.compressed import _undone, convert
 from vllm_module.parameters.stored_order import StoredOrder
 from vllm_module.quantization import QuantizableLayer
