@@ -15,7 +15,6 @@ import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -73,29 +72,6 @@ def torchrun_options(size: int, host: int, hosts: int, port: int) -> list[str]:
         "monitor-interval": 0.1,
     }
     return [f"--{name}={value}" for name, value in options.items()]
-
-
-def start_torchrun(
-    size: int,
-    script: Path,
-    directory: Path,
-    *,
-    host: int = 0,
-    hosts: int = 1,
-    port: int,
-) -> subprocess.Popen[str]:
-    """Start those of the ``size`` ranks of ``script directory`` that run on host ``host``."""
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *torchrun_options(size, host, hosts, port),
-            *(str(script), str(directory)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
 
 
 def end_with(parent: int) -> None:
@@ -169,34 +145,61 @@ def exit_codes(pids: Sequence[int]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def as_program(script: str, directory: str) -> None:
+def as_program(script: str, *arguments: str) -> None:
     """Run ``script`` in this fork as Python would; the fork ends when its parent has ended."""
     end_with(os.getppid())
-    sys.argv = [script, directory]
+    sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
 
-def torchrun(size: int, script: Path, directory: Path, *, hosts: int = 1) -> None:
+def torchrun(
+    size: int, script: Path, directory: Path, *, hosts: int = 1, log: Path | None = None
+) -> list[int]:
     """Run ``script directory`` in ``size`` processes, which are forks of torchrun's agents.
 
     Each of ``hosts`` is an agent on this machine. Agents are forks of the process that the ranks of
-    engines come from: it has imported PyTorch, and has no threads. ``start_torchrun`` starts
-    programs.
+    engines come from: it has imported PyTorch, and has no threads. What they and their ranks print
+    is written to ``log``. Returns the agents' exit codes, which are 0 where there is no ``log``.
     """
     context, port = multiprocessing.get_context("forkserver"), free_port()
     agents = []
     for host in range(hosts):
-        given = {"AGENT": (torchrun_options(size, host, hosts, port), str(script), str(directory))}
+        given = {
+            "AGENT": (torchrun_options(size, host, hosts, port), str(script), str(directory)),
+            "LOG": log and str(log),
+        }
         process = context.Process(target=runpy.run_path, args=(__file__, given, "agent"))
         process.start()
         agents.append(process)
     try:
         for agent in agents:
             agent.join(LIMIT)
-        assert [agent.exitcode for agent in agents] == [0] * hosts
+        codes = [agent.exitcode for agent in agents]
+        assert log or codes == [0] * hosts
+        return codes
     finally:
         for agent in agents:
             agent.kill()  # its ranks end with it
+
+
+def run_program(script: Path, *arguments: object, log: Path, limit: float = LIMIT) -> int:
+    """Run ``script`` in a fork of the process that ranks of engines come from.
+
+    That process has imported PyTorch, and has no threads. What the script and its own forks print
+    is written to ``log``. They end as forks do, and not as Python: a script that has to is started
+    by ``subprocess``. Returns the exit code.
+    """
+    context = multiprocessing.get_context("forkserver")
+    given = {"PROGRAM": (str(script), *map(str, arguments)), "LOG": str(log)}
+    process = context.Process(target=runpy.run_path, args=(__file__, given, "program"))
+    process.start()
+    try:
+        process.join(limit)
+        assert process.exitcode is not None, f"{script} has not ended within {limit:g} s"
+    finally:
+        process.kill()
+        process.join()
+    return process.exitcode
 
 
 @contextlib.contextmanager
@@ -213,6 +216,11 @@ def imported(path: Path, source: str) -> Iterator[ModuleType]:
         sys.modules.pop(path.stem, None)
 
 
+if __name__ in ("agent", "program") and globals()["LOG"]:
+    opened = os.open(globals()["LOG"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(opened, number)
+
 if __name__ == "agent":
     from torch.distributed.launcher import api
     from torch.distributed.run import config_from_args, parse_args
@@ -222,3 +230,6 @@ if __name__ == "agent":
     config, _, _ = config_from_args(parse_args([*options, script]))
     config.start_method = "fork"
     api.elastic_launch(config, as_program)(script, directory)
+
+if __name__ == "program":
+    as_program(*globals()["PROGRAM"])

@@ -77,12 +77,8 @@ def torchrun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[in
     (directory / "folder").write_text(str(folder))
     support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
     script = Path(__file__).with_name("under_torchrun.py")
-    launcher = support["start_torchrun"](2, script, directory, port=support["free_port"]())
-    try:
-        output = launcher.communicate(timeout=support["LIMIT"])[0]
-    finally:
-        launcher.terminate()  # and not kill: it ends its ranks
-    return launcher.returncode, output, directory
+    (code,) = support["torchrun"](2, script, directory, log=directory / "log")
+    return code, (directory / "log").read_text(), directory
 
 
 def test_under_torchrun_each_process_loads_its_rank(

@@ -30,10 +30,17 @@ import vllm_module.runtime.llm  # noqa: F401
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 AT_ONCE = 6  # some of them only wait
-# These may neither hang nor abort while Python ends. It writes to the pages that forks share, for a
-# quarter of a second in each: other ranks end at once.
-END_AS_PROGRAMS = (0, 1)
 LIMIT = 300.0  # seconds after which a rank counts as hanging
+
+
+def ends_as_program(directory: Path, rank: int) -> bool:
+    """Return whether Python ends in this rank, which may neither hang nor abort meanwhile.
+
+    It writes to the pages that forks share, for a quarter of a second in each: other ranks end at
+    once. Of the first two ranks the second one is tried where something happened to one of them.
+    """
+    events = [directory / f"event.{each}" for each in range(2)]
+    return rank == 0 or (rank == 1 and any(path.exists() for path in events))
 
 
 def run_rank(directory: Path, rank: int, scenario: Any) -> None:
@@ -45,7 +52,7 @@ def run_rank(directory: Path, rank: int, scenario: Any) -> None:
         note["raised"] = type(error).__name__
         note["message"] = str(error)
         note["ranks"] = list(getattr(error, "ranks", ()))
-        if rank in END_AS_PROGRAMS:
+        if ends_as_program(directory, rank):
             raise  # and end as a crash would, without destroying the group
         traceback.print_exc()
     finally:
@@ -57,7 +64,7 @@ def run_rank(directory: Path, rank: int, scenario: Any) -> None:
         code = note["returned"].get("code", 0) if isinstance(note["returned"], dict) else 0
         if dist.is_initialized():
             dist.destroy_process_group()
-    if rank in END_AS_PROGRAMS:
+    if ends_as_program(directory, rank):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from vllm_module.distributed.news import ENDED, News, neighbours
 
 HERE = Path(__file__).parent
+SUPPORT = runpy.run_path(str(HERE.parent / "support.py"))
 
 
 AT_LENGTH = "AT_LENGTH" in os.environ
@@ -20,15 +20,15 @@ AT_LENGTH = "AT_LENGTH" in os.environ
 
 # Others of these wait for seconds, which a busy machine takes as well.
 @pytest.mark.parametrize("first", [3, 24, 129] if AT_LENGTH else [24])
-def test_drawn_faults_are_named_by_all_others(first: int) -> None:
+def test_drawn_faults_are_named_by_all_others(first: int, tmp_path: Path) -> None:
     """Of up to 40 ranks, any number dies, refuses, hangs and is stopped: all others name them.
 
     ``make laws`` sets ``AT_LENGTH``.
     """
     draws = 40 if AT_LENGTH else 1
-    script = [sys.executable, str(HERE / "draw_faults.py"), str(first), str(first + draws)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=3000)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    script, log = HERE / "draw_faults.py", tmp_path / "log"
+    code = SUPPORT["run_program"](script, first, first + draws, log=log, limit=3000)
+    assert (code, log.read_text()) == (0, "")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33, 1000, 1024])

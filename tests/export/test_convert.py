@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import runpy
 import warnings
 import weakref
 from collections import Counter
@@ -19,49 +19,22 @@ from compressed_tensors.compressors import (
     PackedQuantizationCompressor,
 )
 from compressed_tensors.quantization import QuantizationConfig as Schema
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from vllm_module import ModelConfig, QuantizationConfig, get_model
-from vllm_module.build import registry
-from vllm_module.errors import (
-    MissingWeightError,
-    ShardingError,
-    UnsupportedModelError,
-    WeightReadError,
-)
 from vllm_module.export.compressed import _undone, convert
-from vllm_module.export.folder import FolderExistsError, new_folder
-from vllm_module.export.sharded_state import shard
-from vllm_module.models.llama import LlamaForCausalLM
 from vllm_module.parameters.stored_order import StoredOrder
 from vllm_module.quantization import QuantizableLayer
 from vllm_module.weights import open_checkpoint
 from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
-FILE_BYTES = 60_000
-BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(4, 4))
-MIXED = QuantizationConfig(
-    scheme="fp8_per_tensor", overrides={"mlp": "fp8_per_channel"}, ignore=("lm_head", "o_proj")
+# Pytest's importlib mode has no imports between test files.
+CONVERTING: Any = runpy.run_path(str(Path(__file__).with_name("converting.py")))
+FILE_BYTES, CASES, stored, entries, converted = (
+    CONVERTING[name] for name in ("FILE_BYTES", "CASES", "stored", "entries", "converted")
 )
-INT4 = QuantizationConfig(scheme="int4_per_group", group_size=8)
-INT4_AND_FP8 = QuantizationConfig(
-    scheme="int4_per_group", group_size=8, overrides={"self_attn": "fp8_per_channel"}
-)
-CASES: dict[str, tuple[str, Any]] = {
-    "tied, per tensor": ("qwen2", "fp8"),
-    "per channel": ("llama", "fp8_per_channel"),
-    "per block": ("qwen2", BLOCKS),
-    "several schemes": ("llama", MIXED),
-    "experts": ("qwen3-moe", "fp8"),
-    "latent attention, stored as pairs": ("deepseek-v3", "fp8_per_channel"),
-    "stored fused, per channel": ("phi3", "fp8_per_channel"),
-    "tied, in other orders": ("cohere", "fp8"),
-    "four bits": ("llama", INT4),
-    "four bits and eight": ("qwen3-moe", INT4_AND_FP8),
-    "four bits, stored fused": ("phi3", INT4),
-}
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,40 +49,6 @@ def as_online(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, tensor in found.items()
         if not name.endswith(".weight_shape")
     }
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-    return tensors
-
-
-def entries(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
-@pytest.fixture(scope="module")
-def converted(
-    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Path, Path]]:
-    """Return the original and the converted checkpoint of a case; each is written once."""
-    made: dict[str, tuple[Path, Path]] = {}
-
-    def get(case: str) -> tuple[Path, Path]:
-        if case not in made:
-            name, quantization = CASES[case]
-            original, folder = checkpoint(name), tmp_path_factory.mktemp("converted") / "out"
-            convert(
-                ModelConfig(model=str(original), quantization=quantization),
-                folder,
-                file_bytes=FILE_BYTES,
-            )
-            made[case] = original, folder
-        return made[case]
-
-    return get
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -315,73 +254,6 @@ def test_one_layer_is_in_memory_at_a_time(
     assert result.written == written
 
 
-class Renaming(LlamaForCausalLM):
-    """Its checkpoint has other names."""
-
-    def load_weights(self, weights: Any) -> set[str]:
-        return super().load_weights([(n.removeprefix("x."), w) for n, w in weights])
-
-
-def test_what_cannot_be_written_is_refused(
-    checkpoint: Callable[..., Path],
-    converted: Callable[[str], tuple[Path, Path]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each refusal says why, and leaves nothing."""
-    out = tmp_path / "out"
-
-    def refused(folder: Path, quantization: Any, match: str) -> None:
-        with pytest.raises(UnsupportedModelError, match=match):
-            convert(ModelConfig(model=str(folder), quantization=quantization), out)
-
-    refused(checkpoint("gpt2"), "fp8", r"h\.0\.attn\.c_attn stores its weight as \[input, output\]")
-    refused(checkpoint("phi3"), "fp8", "stores 2 fused layers as one tensor with one scale each")
-    refused(converted("per channel")[1], "compressed-tensors", "is quantized already")
-    refused(checkpoint("llama"), "compressed-tensors", "has no quantization_config")
-    every = QuantizationConfig(scheme="fp8_per_tensor", ignore=("re:.*",))
-    nf4 = QuantizationConfig(scheme="bitsandbytes", ignore=("lm_head", "down_proj"))
-    refused(checkpoint("llama"), nf4, r"gate_up_proj is held in NF4.*no layout for")
-    refused(checkpoint("llama"), every, "no layer of LlamaForCausalLM is quantized")
-    monkeypatch.setitem(registry.registered.by_call, "RenamingForCausalLM", Renaming)
-    renamed = tmp_path / "renamed"
-    shutil.copytree(checkpoint("llama"), renamed)
-    config = entries(renamed) | {"architectures": ["RenamingForCausalLM"]}
-    (renamed / "config.json").write_text(json.dumps(config))
-    refused(renamed, "fp8", r"Renaming.* overrides load_weights")
-    shard(ModelConfig(model=str(checkpoint("llama"))), 1, tmp_path / "state")
-    with pytest.raises(UnsupportedModelError, match="quantization None"):
-        convert(ModelConfig(model=str(tmp_path / "state"), quantization="fp8"), out)
-    with pytest.raises(ValueError, match="quantization should name a scheme"):
-        convert(ModelConfig(model=str(checkpoint("llama"))), out)
-    odd = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(7, 7))
-    with pytest.raises(ShardingError, match="weight_block_size"):
-        convert(ModelConfig(model=str(checkpoint("llama")), quantization=odd), out)
-    assert not out.exists()
-
-
-def test_damaged_checkpoints_are_refused_and_nothing_is_left(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    """A missing tensor is found before anything is written, a NaN when its layer is quantized."""
-    tensors = stored(checkpoint("llama"))
-    folder = tmp_path / "damaged"
-    folder.mkdir()
-    (folder / "config.json").write_text((checkpoint("llama") / "config.json").read_text())
-    config = ModelConfig(model=str(folder), quantization="fp8")
-    name = "model.layers.1.self_attn.k_proj.weight"
-    tensors[name] = tensors[name].clone()
-    tensors[name][3, 2] = torch.nan
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(WeightReadError, match=r"layers\.1\.self_attn\.qkv_proj.*slot 'k_proj'"):
-        convert(config, tmp_path / "out")
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(MissingWeightError, match=name.replace(".", r"\.")):
-        convert(config, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
-
-
 def test_the_command_writes_it(
     checkpoint: Callable[..., Path], run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
@@ -413,40 +285,6 @@ def test_the_command_writes_it(
     assert [each["weights"]["group_size"] for each in config["config_groups"].values()] == [8]
     code, _, error = run("convert", checkpoint("llama"), *options[:3], 12, "--out", tmp_path / "e")
     assert (code, "a multiple of 8, got 12" in error) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("stored_rotary_pairs", "stores the rows of queries and keys in the"),
-        ("stored_experts_apart", "stores gate and up of experts apart"),
-        ("stored_kv_b_apart", "stores keys and values of latents apart"),
-    ],
-)
-def test_rows_in_the_order_of_other_formats_are_refused(
-    checkpoint: Callable[..., Path], tmp_path: Path, entry: str, message: str
-) -> None:
-    """What llama.cpp stores otherwise has no place in a folder that other programs read."""
-    config = ModelConfig(
-        model=str(checkpoint("llama")), quantization="fp8", hf_overrides={entry: True}
-    )
-    with pytest.raises(UnsupportedModelError, match=message):
-        convert(config, tmp_path / "out")
-
-
-def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
-    """The process that ends last says so, and leaves nothing of its own."""
-    out = tmp_path / "out"
-
-    def write() -> None:
-        with new_folder(out) as folder:
-            (folder / "mine").touch()
-            out.mkdir()
-            (out / "theirs").touch()
-
-    with pytest.raises(FolderExistsError, match="out was written by another process meanwhile"):
-        write()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The law of sharding on ranks that are forks of this process: ``in_processes.py DIRECTORY``.
+"""The law of sharding on ranks that are forks of this process: ``in_processes.py DIRECTORY CASES``.
 
-Each of ``RUNS`` has its folder there. A rank writes how many cases it tried to ``rank<R>.json``,
-or what it raised to ``rank<R>.failed``.
+Each of ``RUNS`` has its folder there, and tries so many cases of each subject. A rank writes how
+many it tried to ``rank<R>.json``, or what it raised to ``rank<R>.failed``.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def hold(folder: Path, fault: str, rank: int) -> None:
         dist.destroy_process_group()
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, cases: int) -> None:
     torch.set_num_threads(1)
     # All ranks draw the same cases, and hold each of them together.
-    settings.register_profile("ranks", derandomize=True, deadline=None, max_examples=4)
+    settings.register_profile("ranks", derandomize=True, deadline=None, max_examples=cases)
     settings.load_profile("ranks")
     for name, (size, fault) in RUNS.items():
         (folder := directory / name).mkdir()
@@ -67,4 +67,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

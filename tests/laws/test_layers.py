@@ -87,8 +87,10 @@ def test_a_layer_takes_every_size_that_divides_it(
     assert taken == subject.takes(size, **arguments)
 
 
+# A law says so of each tensor, of drawn models as well.
 @pytest.mark.parametrize("name", SUBJECTS["MODELS"])
 @given(data=st.data())
+@settings(max_examples=6)
 def test_every_tensor_of_a_model_is_born_on_meta(name: str, data: st.DataObject) -> None:
     """Building a model allocates nothing for parameters, for any configuration."""
     subject = SUBJECTS["MODELS"][name]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,8 @@ from vllm_module.layers import (
 from vllm_module.quantization import EightBitMethod, Scheme
 from vllm_module.testing import random_weights
 from vllm_module.weights.changes import find_changes
+
+SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
 
 SCHEME = Scheme("block", block=(4, 4), scale_name="weight_scale_inv")
 
@@ -399,8 +399,8 @@ def test_the_dtype_is_part_of_a_digest() -> None:
 def test_shards_of_fsdp_in_processes_add_up(tmp_path: Path) -> None:
     """What DTensor says of each local shard gives the digest of the whole parameter."""
     script = Path(__file__).with_name("fsdp_shards.py")
-    command = [sys.executable, str(script), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=300)
+    log = tmp_path / "log"
+    assert SUPPORT["run_program"](script, tmp_path, log=log) == 0, log.read_text()
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     trained = runpy.run_path(str(script))["trained"]()
     held = {name: [bool(rank[name]) for rank in ranks] for name in ranks[0]}

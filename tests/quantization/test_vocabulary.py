@@ -1,105 +1,32 @@
-"""Embeddings, and heads that are tied to them: in blocks of GGUF files, or quantized online."""
+"""Embeddings, and heads that are tied to them, quantized: rows and logits of the layers."""
 
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from vllm_module import LLM, ModelConfig, QuantizationConfig, SamplingParams, get_model, vLLMModule
+from vllm_module import vLLMModule
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import DuplicateWeightError, UnsupportedModelError, WeightReadError
-from vllm_module.export.compressed import convert
-from vllm_module.export.sharded_state import shard
-from vllm_module.kernels.matmul import gguf_blocks
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
-from vllm_module.quantization import EightBitMethod, Rules, online_rules, quantize
+from vllm_module.quantization import EightBitMethod, Rules, quantize
 from vllm_module.quantization.gguf import GGUFMethod
 from vllm_module.quantization.online_nf4 import OnlineNF4Method
 from vllm_module.quantization.scheme import MXFP8, ONLINE
-from vllm_module.testing import LAWS
 
-written = SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parents[1] / "weights" / "gguf_models.py"))
-)
-IDS = torch.arange(2, 14)
-TOKENS, FEATURES = 150, 256  # no multiple of the padding, and a whole block of every type
-CHANNEL, INT4 = "int8_per_channel_weight_only", "int4_per_group"
-
-
-class Vocabulary(vLLMModule):
-    """An embedding and a head, tied or not."""
-
-    def __init__(self, *, tied: bool = True) -> None:
-        super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(TOKENS, FEATURES)
-        self.lm_head = ParallelLMHead(TOKENS, FEATURES)
-        if tied:
-            self.lm_head.tie_weights(self.embed_tokens)
-
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.embed_tokens(ids)
-        return rows, self.lm_head(rows)
-
-
-def asking(**overrides: Any) -> Rules:
-    return online_rules(QuantizationConfig(scheme=CHANNEL, group_size=32, overrides=overrides))
-
-
-def table(seed: int = 0) -> torch.Tensor:
-    return torch.randn(TOKENS, FEATURES, generator=torch.Generator().manual_seed(seed))
-
-
-# Formulas of the schemes, written out.
-def int8(rows: torch.Tensor) -> torch.Tensor:
-    scale = rows.abs().amax(1, keepdim=True) / 127
-    return (rows / scale).round().clamp(-128, 127) * scale
-
-
-def int4(rows: torch.Tensor) -> torch.Tensor:
-    groups = rows.view(len(rows), -1, 32)
-    scale = groups.abs().amax(-1, keepdim=True) / 7.5
-    return ((groups / scale).round().clamp(-8, 7) * scale).view(rows.shape)
-
-
-def fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-
-
-def per_tensor(rows: torch.Tensor) -> torch.Tensor:
-    return fp8(rows, rows.abs().max() / 448)
-
-
-def per_channel(rows: torch.Tensor) -> torch.Tensor:
-    return fp8(rows, rows.abs().amax(1, keepdim=True) / 448)
-
-
-def per_block(rows: torch.Tensor) -> torch.Tensor:
-    values = torch.zeros_like(rows)
-    for top in range(0, len(rows), 128):
-        for left in range(0, rows.shape[1], 128):
-            at = slice(top, top + 128), slice(left, left + 128)
-            values[at] = fp8(rows[at], rows[at].abs().max() / 448)
-    return values
-
-
-FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    CHANNEL: int8,
-    INT4: int4,
-    "fp8_per_channel": per_channel,
-    "fp8_per_tensor": per_tensor,
-    "fp8_per_block": per_block,
-}
+HERE = Path(__file__).parent
+written = SimpleNamespace(**runpy.run_path(str(HERE.parent / "weights" / "gguf_models.py")))
+of = SimpleNamespace(**runpy.run_path(str(HERE / "vocabularies.py")))
+Vocabulary, asking, table, int8 = of.Vocabulary, of.asking, of.table, of.int8
+FORMULAS, IDS, TOKENS, FEATURES = of.FORMULAS, of.IDS, of.TOKENS, of.FEATURES
+CHANNEL, INT4 = of.CHANNEL, of.INT4
 
 
 @pytest.mark.parametrize("scheme", FORMULAS)
@@ -170,6 +97,20 @@ def test_two_names_of_a_quantized_table_are_compared(
         model.load_weights(given)
 
 
+@pytest.mark.parametrize("form", [dict, iter], ids=["indexed", "streamed"])
+def test_two_names_are_compared_where_a_rank_holds_padding_alone(form: Any) -> None:
+    """Of 150 rows, the last of six ranks has none: it has nothing to compare, and no complaint."""
+
+    def work(rank: int) -> None:
+        model = Vocabulary()
+        quantize(model, asking(embed_tokens=CHANNEL))
+        pairs = [("lm_head.weight", table()), ("embed_tokens.weight", table())]
+        model.load_weights(dict(pairs) if form is dict else iter(pairs))
+        torch.testing.assert_close(model(IDS)[0], int8(table())[IDS])
+
+    run_ranks(6, work)
+
+
 def test_ids_outside_are_refused_at_size_1() -> None:
     """Rows of padding are no tokens, in any scheme."""
     for scheme in FORMULAS:
@@ -206,33 +147,6 @@ def test_rows_in_blocks_are_gguf_pys(kind: str) -> None:
         run_ranks(size, work)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_tied_file_stays_in_blocks(tmp_path: Path, kind: str, size: int) -> None:
-    """Of a file without a head the model holds the file's bytes and has transformers' logits."""
-    model = written.new_model(written.CONFIGS["llama-tied"])
-    path = written.write(tmp_path / "m.gguf", model, lambda _: kind)
-    expected = written.logits(model, IDS)
-    file = gguf.GGUFReader(path)
-    (stored,) = (each for each in file.tensors if each.name == "token_embd.weight")
-    whole = torch.from_numpy(stored.data.copy())
-
-    def work(rank: int) -> torch.Tensor:
-        loaded = get_model(model_config=ModelConfig(model=str(path), dtype="float32"))
-        head, embedding = loaded.lm_head, loaded.model.embed_tokens
-        if kind != "F16":
-            name = f"weight_{kind.lower()}"
-            held = embedding.get_parameter(name)
-            assert head.get_parameter(name) is held
-            rows = whole[rank * len(held) : (rank + 1) * len(held)]
-            assert torch.equal(held.flatten(1)[: len(rows)], rows)
-        result: torch.Tensor = loaded.compute_logits(loaded(IDS, torch.arange(len(IDS))))
-        return result
-
-    for computed in run_ranks(size, torch.inference_mode()(work)):
-        torch.testing.assert_close(computed, expected, rtol=0, atol=1e-4)
-
-
 def test_blocks_of_a_table_are_updated_in_place() -> None:
     """New blocks are written where the old ones are, and a scale that is NaN is refused."""
     model = Vocabulary()
@@ -265,6 +179,19 @@ def test_updates_requantize_a_table_in_place() -> None:
         torch.testing.assert_close(rows, expected[IDS])
         torch.testing.assert_close(logits, F.linear(rows, expected), rtol=1e-4, atol=1e-3)
     assert held == {name: each.data_ptr() for name, each in model.named_parameters()}
+
+
+def test_a_tied_head_keeps_a_bias_of_its_own() -> None:
+    """What is shared is the weight; a bias is the head's and in full precision."""
+    model, bias = Vocabulary(tied=False), torch.randn(TOKENS)
+    model.lm_head = ParallelLMHead(TOKENS, FEATURES, bias=True)
+    model.lm_head.tie_weights(model.embed_tokens)
+    quantize(model, asking(embed_tokens=CHANNEL))
+    model.load_weights({"embed_tokens.weight": table(), "lm_head.bias": bias})
+    rows, logits = model(IDS)
+    expected = int8(table())
+    torch.testing.assert_close(logits, F.linear(rows, expected, bias), rtol=1e-4, atol=1e-3)
+    assert model.lm_head.weight is model.embed_tokens.weight
 
 
 def test_an_embedding_without_a_tied_head_is_quantized_alone() -> None:
@@ -314,104 +241,3 @@ def test_blocks_of_one_row_have_scales_of_their_own() -> None:
     embedding.load_weights({"weight": values, "weight_scale": exponents})
     scales = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
     assert torch.equal(embedding(IDS), (values.float() * scales)[IDS])
-
-
-@pytest.mark.usefixtures("_quiet")
-@pytest.mark.parametrize("scheme", [CHANNEL, INT4])
-def test_an_engine_runs_and_sleeps_with_it(tmp_path: Path, scheme: str) -> None:
-    """Greedy tokens are transformers' with the formula's table, before and after sleep."""
-    config = written.CONFIGS["llama-tied"]
-    model = written.new_model(config)
-    model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        weight = model.get_input_embeddings().weight
-        weight.copy_(FORMULAS[scheme](weight))
-    prompt = IDS.tolist()
-    theirs = model.generate(IDS[None], max_new_tokens=8, do_sample=False, pad_token_id=0)
-    asked = QuantizationConfig(
-        scheme=scheme, group_size=32, overrides={"embed_tokens": scheme, "layers": "none"}
-    )
-    llm = LLM(
-        str(tmp_path), dtype="float32", quantization=asked, skip_tokenizer_init=True, device="cpu"
-    )
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    try:
-        for _ in range(2):
-            (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
-            assert list(output.outputs[0].token_ids) == theirs[0, len(prompt) :].tolist()
-            llm.sleep(level=1)
-            llm.wake_up()
-    finally:
-        llm.close()
-
-
-class Logits(Vocabulary):
-    """A tied vocabulary in a scheme, or in blocks of a type."""
-
-    def __init__(self, scheme: str) -> None:
-        super().__init__()
-        if scheme in BLOCK_TYPES:
-            quantize(self, Rules((("embed_tokens", GGUFMethod(((None, scheme),))),)))
-        else:
-            quantize(self, asking(embed_tokens=scheme))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = super().forward(ids)[1]
-        return logits
-
-
-@pytest.fixture
-def _few_examples() -> Iterator[None]:
-    """Draw few: the laws are held with many in tests/laws, and here the ties are what is new."""
-    before = settings.get_current_profile_name()
-    settings.register_profile("vocabulary", settings.get_profile("ci"), max_examples=4)
-    settings.load_profile("vocabulary")
-    yield
-    settings.load_profile(before)
-
-
-@pytest.mark.usefixtures("_few_examples")
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_a_tied_vocabulary_keeps_the_laws(law: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is promised of loading holds for one tensor in two layers, with its scales."""
-
-    def finite(blocks: torch.Tensor, at: int) -> torch.Tensor:
-        return blocks[:, at : at + 1].float() / 4096  # random bytes may be NaN as a float16
-
-    monkeypatch.setattr(gguf_blocks, "_half", finite)
-    law(Logits, st.sampled_from([*FORMULAS, "Q8_0", "Q4_0"]), inputs=lambda model: (IDS,))
-
-
-@pytest.mark.usefixtures("_quiet")
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("scheme", [CHANNEL, INT4])
-def test_a_sharded_state_holds_one_table(tmp_path: Path, scheme: str, size: int) -> None:
-    """What ranks hold is written once for both layers, and loaded again with the same logits."""
-    written.new_model(written.CONFIGS["llama-tied"]).save_pretrained(tmp_path / "full")
-    asked = QuantizationConfig(scheme=scheme, group_size=32, overrides={"lm_head": scheme})
-    config = ModelConfig(model=str(tmp_path / "full"), dtype="float32", quantization=asked)
-    shard(config, size, tmp_path / "sharded")
-    again = config.model_copy(update={"model": str(tmp_path / "sharded")})
-
-    @torch.inference_mode()
-    def work(rank: int) -> None:
-        whole, parts = (get_model(model_config=each) for each in (config, again))
-        positions = torch.arange(len(IDS))
-        expected, logits = (each.compute_logits(each(IDS, positions)) for each in (whole, parts))
-        assert torch.equal(logits, expected)
-        assert parts.lm_head.weight is parts.model.embed_tokens.weight
-        assert parts.digest().parts == whole.digest().parts
-
-    run_ranks(size, work)
-
-
-@pytest.mark.usefixtures("_quiet")
-@pytest.mark.parametrize("named", ["embed_tokens", "lm_head"])
-def test_a_quantized_table_is_not_converted(tmp_path: Path, named: str) -> None:
-    """Readers of compressed-tensors would look up rows of words; the error names the layer."""
-    written.new_model(written.CONFIGS["llama-tied"]).save_pretrained(tmp_path / "full")
-    asked = QuantizationConfig(scheme=CHANNEL, overrides={named: CHANNEL})
-    config = ModelConfig(model=str(tmp_path / "full"), quantization=asked)
-    with pytest.raises(UnsupportedModelError, match=r"model\.embed_tokens is an embedding"):
-        convert(config, tmp_path / "out")
-    assert not (tmp_path / "out").exists()

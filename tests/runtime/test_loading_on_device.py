@@ -22,7 +22,7 @@ from vllm_module.runtime.ranks import worker, worker_weights
 from vllm_module.weights import staging
 
 TESTS = Path(__file__).parents[1]
-engines = SimpleNamespace(**runpy.run_path(str(TESTS / "runtime" / "test_on_device.py")))
+engines = SimpleNamespace(**runpy.run_path(str(TESTS / "runtime" / "engines_on_device.py")))
 folders, GREEDY = engines.folders, engines.GREEDY
 SMALL = {
     "skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4, "dtype": "float32",

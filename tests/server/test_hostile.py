@@ -12,11 +12,12 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
+from vllm_module.server.completions import CompletionBody
 from vllm_module.server.connection import Limits
-from vllm_module.server.endpoint import Endpoint, Keys
+from vllm_module.server.endpoint import HandlerEndpoint, Keys
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import CompletionBody
 
 HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
@@ -99,16 +100,17 @@ def numbers_of_every_length() -> list[str]:
 
 
 def test_a_number_is_too_large_where_python_has_it_infinite() -> None:
-    async def handler(body: Any) -> str:
+    async def handler(state: Any, body: Any) -> str:
         return ""
 
-    endpoint = Endpoint(handler, CompletionBody, "open", Keys([], []), Limits())
-    scope = {"headers": [(b"content-type", b"application/json")]}
+    keys = Keys([], [])
+    endpoint = HandlerEndpoint("/", "open", CompletionBody, handler, None, keys, Limits())
+    headers = Headers({"content-type": "application/json"})
     told = {True: 0, False: 0}
     for number in numbers_of_every_length():
         infinite, refused = math.isinf(float(number)), ""
         try:
-            endpoint._checked(scope, b'{"prompt": "a", "temperature": %b}' % number.encode())
+            endpoint._checked(headers, b'{"prompt": "a", "temperature": %b}' % number.encode())
         except ApiError as error:  # one that is no temperature is refused, too
             refused = error.message
         assert ("too large for a float" in refused) == infinite, number

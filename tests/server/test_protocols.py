@@ -24,7 +24,6 @@ from tokenizers import Tokenizer
 
 from vllm_module import AsyncLLM
 from vllm_module.server import messages
-from vllm_module.server.protocol import MessagesBody
 from vllm_module.server.tools import Formats
 
 # pytest would take this class for a test.
@@ -190,7 +189,7 @@ def test_no_block_of_messages_is_lost(role: str) -> None:
                 for at, kind in enumerate(kinds)
             ]
             begun = {"role": "user", "content": "hi"}
-            body = MessagesBody(
+            body = messages.MessagesBody(
                 model="m", max_tokens=1, messages=[begun, {"role": role, "content": blocks}]
             )
             first, *found = messages._chat_body(body).messages

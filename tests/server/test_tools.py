@@ -112,7 +112,7 @@ def test_each_choice_has_its_own_form(
 
     async def deltas(self: Continuation) -> AsyncIterator[ChoiceDelta]:
         output = RequestOutput("r", None, [1], [], False)
-        cuts = (0, 5, None) if self.stream else (0, None)
+        cuts = (0, 5, None) if self.body.stream else (0, None)
         for begin, end in pairwise(cuts):
             for index, text in enumerate(texts):
                 reason = "stop" if end is None else None

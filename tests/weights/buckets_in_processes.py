@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -559,6 +560,7 @@ def break_off(directory: Path, name: str, number: int) -> None:
 
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error")  # in ranks as well
     with tensor_parallel(rank=0, size=1):
         (directory / "checkpoint").mkdir()
         save_file(weights(7), directory / "checkpoint/model.safetensors")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +24,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[s
     """Run the script; return a function that gives the notes of a case, by rank."""
 
     def run(directory: Path) -> None:
-        # From 3.12 on Python warns of forks beside threads; torch has some that do nothing yet.
-        allowed = "ignore:This process:DeprecationWarning"
-        script = [sys.executable, "-W", "error", "-W", allowed, str(SCRIPT), str(directory)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            script, capture_output=True, text=True, timeout=2 * SUPPORT["LIMIT"], env=environment
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        log = directory / "log"
+        code = SUPPORT["run_program"](SCRIPT, directory, log=log, limit=2 * SUPPORT["LIMIT"])
+        assert code == 0, log.read_text()
 
     directory: Path = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), "buckets", run)
 

@@ -78,17 +78,16 @@ class Fill(NamedTuple):
         pieces, into host memory. What was converted before is compared by converting again.
         """
         tensor, conversion = self.location.tensor, self.location.conversion
-        others = [each for each in unread if each.tied_to is None]
-        sources = {
-            _place(piece.target): _in_order(piece)
-            for other in others
-            if other.location.tensor is tensor
-            for piece in other.pieces()
-        }
-        if not sources and conversion is not None:
+        others = [
+            each for each in unread if each.tied_to is None and each.location.tensor is tensor
+        ]
+        if conversion is not None and not others:
             if not self._converts_to_what_is_held(conversion):
                 raise self._differs()
             return
+        sources = {
+            _place(piece.target): _in_order(piece) for other in others for piece in other.pieces()
+        }
         dtype = tensor.dtype if conversion is None else conversion.dtype
         for piece in self.pieces():
             other = sources.get(_place(piece.target), piece.target)

@@ -134,8 +134,8 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
     """Give each layer of ``model``, which is not loaded yet, the scheme that ``rules`` have for it.
 
     Rules name the layers of a checkpoint, so a fused layer is looked up by the names of its slots.
-    An embedding is quantized if a rule names it, and with it the head that is tied to it, or the
-    other way round. Layers that share a weight in another way are not quantized.
+    An embedding is quantized only if a rule names it. So are layers that share a weight, such as a
+    tied head and its embedding: all of them, if a rule names one.
 
     Raises:
         UnsupportedModelError: the slots of one layer have different schemes, a target that the
@@ -216,14 +216,12 @@ def _together(
     for module in model.modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holders.setdefault(parameter, []).append(module)
-    known = {*layers.values()}
+    paths = {id(layer): path for path, layer in layers.items()}
     together: dict[str, tuple[str, ...]] = {}
     for layer in layers.values():
-        of_weight = {
-            each for parameter in layer.parameters(recurse=False) for each in holders[parameter]
-        }
-        if of_weight <= known:
-            held = tuple(other for other in layers if layers[other] in of_weight)
+        of_weight = [id(each) for own in layer.parameters(False) for each in holders[own]]
+        if all(each in paths for each in of_weight):
+            held = tuple(dict.fromkeys(paths[each] for each in of_weight))
             together.setdefault(held[0], held)
     return together
 

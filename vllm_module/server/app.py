@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,69 +10,57 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from vllm_module.server import operations, tokens
-from vllm_module.server.chat import chat_completions
-from vllm_module.server.completions import completions
+from vllm_module.server import chat, completions, messages, operations, responses, tokens
 from vllm_module.server.connection import Limits
-from vllm_module.server.endpoint import Answer, Endpoint, Keys, Right
+from vllm_module.server.endpoint import Endpoint, Handler, HandlerEndpoint, Keys, Right
 from vllm_module.server.errors import ApiError
-from vllm_module.server.messages import messages
 from vllm_module.server.page import page
-from vllm_module.server.protocol import (
-    AbortBody,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    EmptyBody,
-    LoadAdapterBody,
-    MessagesBody,
-    PauseBody,
-    ResponsesBody,
-    TokenizeBody,
-    UnloadAdapterBody,
-    UpdateBody,
-)
-from vllm_module.server.responses import responses
+from vllm_module.server.protocol import Body, ChatBody
 from vllm_module.server.state import State
 
-_Handler = Callable[[State, Any], Awaitable[Answer]]
-ROUTES: tuple[tuple[str, str, Right, type[Body], _Handler], ...] = (
-    ("GET", "/health", "open", EmptyBody, operations.health),
-    ("GET", "/ready", "open", EmptyBody, operations.ready),
-    ("GET", "/version", "open", EmptyBody, operations.version),
-    ("GET", "/metrics", "open", EmptyBody, operations.metrics),
-    ("GET", "/v1/models", "api", EmptyBody, operations.models),
-    ("GET", "/summary", "api", EmptyBody, operations.summary),
-    ("POST", "/v1/completions", "api", CompletionBody, completions),
-    ("POST", "/v1/chat/completions", "api", ChatBody, chat_completions),
-    ("POST", "/v1/responses", "api", ResponsesBody, responses),
-    ("POST", "/v1/messages", "api", MessagesBody, messages),
-    ("POST", "/v1/embeddings", "api", EmbeddingBody, tokens.embeddings),
-    ("POST", "/tokenize", "api", TokenizeBody, tokens.tokenize),
-    ("POST", "/detokenize", "api", DetokenizeBody, tokens.detokenize),
-    ("GET", "/weight_version", "api", EmptyBody, operations.weight_version),
-    ("GET", "/get_world_size", "api", EmptyBody, operations.world_size),
-    ("GET", "/server_info", "api", EmptyBody, operations.server_info),
-    ("POST", "/reset_prefix_cache", "admin", EmptyBody, operations.reset_prefix_cache),
-    ("POST", "/pause", "admin", PauseBody, operations.pause),
-    ("POST", "/resume", "admin", EmptyBody, operations.resume),
-    ("POST", "/update_weights", "admin", UpdateBody, operations.update_weights),
-    ("POST", "/v1/load_lora_adapter", "admin", LoadAdapterBody, operations.load_adapter),
-    ("POST", "/v1/unload_lora_adapter", "admin", UnloadAdapterBody, operations.unload_adapter),
-    ("POST", "/abort", "admin", AbortBody, operations.abort),
+# Those of text come first, because they are tried in turn.
+ROUTES: tuple[tuple[str, str, Right, type[Body], Handler], ...] = (
+    ("POST", "/v1/completions", "api", completions.CompletionBody, completions.completions),
+    ("POST", "/v1/chat/completions", "api", ChatBody, chat.chat_completions),
+    ("POST", "/v1/responses", "api", responses.ResponsesBody, responses.responses),
+    ("POST", "/v1/messages", "api", messages.MessagesBody, messages.messages),
+    ("POST", "/v1/embeddings", "api", tokens.EmbeddingBody, tokens.embeddings),
+    ("POST", "/tokenize", "api", tokens.TokenizeBody, tokens.tokenize),
+    ("POST", "/detokenize", "api", tokens.DetokenizeBody, tokens.detokenize),
+    ("GET", "/health", "open", Body, operations.health),
+    ("GET", "/ready", "open", Body, operations.ready),
+    ("GET", "/version", "open", Body, operations.version),
+    ("GET", "/metrics", "open", Body, operations.metrics),
+    ("GET", "/v1/models", "api", Body, operations.models),
+    ("GET", "/summary", "api", Body, operations.summary),
+    ("GET", "/weight_version", "api", Body, operations.weight_version),
+    ("GET", "/get_world_size", "api", Body, operations.world_size),
+    ("GET", "/server_info", "api", Body, operations.server_info),
+    ("POST", "/reset_prefix_cache", "admin", Body, operations.reset_prefix_cache),
+    ("POST", "/pause", "admin", operations.PauseBody, operations.pause),
+    ("POST", "/resume", "admin", Body, operations.resume),
+    ("POST", "/update_weights", "admin", operations.UpdateBody, operations.update_weights),
+    ("POST", "/v1/load_lora_adapter", "admin", operations.LoadAdapterBody, operations.load_adapter),
+    (
+        "POST",
+        "/v1/unload_lora_adapter",
+        "admin",
+        operations.UnloadAdapterBody,
+        operations.unload_adapter,
+    ),
+    ("POST", "/abort", "admin", operations.AbortBody, operations.abort),
 )
 
 
 def application(state: State, keys: Keys, limits: Limits) -> Starlette:
     """Return the application of a server."""
+    return routed(HandlerEndpoint, state, keys, limits)
+
+
+def routed(endpoint: type[Endpoint], state: Any, keys: Keys, limits: Limits) -> Starlette:
+    """Return an application with an endpoint for each path, and the page."""
     routes = [
-        Route(
-            path,
-            Endpoint(partial(handler, state), kind, right, keys, limits),
-            methods=[method],
-        )
+        Route(path, endpoint(path, right, kind, handler, state, keys, limits), methods=[method])
         for method, path, right, kind, handler in ROUTES
     ]
     routes.append(Route("/", page(), methods=["GET"]))

@@ -46,6 +46,10 @@ class BackendAnswer(NamedTuple):
     headers: list[tuple[bytes, bytes]]
     body: AsyncIterator[bytes]
 
+    async def read(self) -> bytes:
+        """Return the rest of the body."""
+        return b"".join([piece async for piece in self.body])
+
 
 class Backend:
     """One server process, on a Unix socket.
@@ -126,7 +130,7 @@ class Backend:
         """Return "ok", the code of the error that /health answers, or nothing without an answer."""
         with suppress(BackendError, ValueError, KeyError, TypeError):  # of another shape
             async with self.ask("GET", "/health", ()) as answer:
-                data = b"".join([piece async for piece in answer.body])
+                data = await answer.read()
                 return "ok" if answer.status == 200 else str(json.loads(data)["error"]["code"])
         return ""
 

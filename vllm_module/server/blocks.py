@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm_module.server.growing_text import Delta, ToolCall
@@ -16,7 +17,8 @@ class Block:
     Attributes:
         number: its place among the blocks, from 0.
         kind: what it is.
-        text: the whole text, once the block has ended.
+        key: what ids of it have in common.
+        text: the text so far; that of a call is complete from the beginning.
         call: of a call.
 
     """
@@ -25,16 +27,22 @@ class Block:
     kind: Literal["text", "reasoning", "call"]
     text: str = ""
     call: ToolCall | None = None
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 Change = tuple[Literal["begin", "more", "end"], Block, str]
 
 
 class Blocks:
-    """Turns deltas into the blocks that protocols with typed events stream."""
+    """Turns deltas into the blocks that protocols with typed events stream.
+
+    Attributes:
+        ended: blocks that have ended.
+
+    """
 
     def __init__(self) -> None:
-        self._ended = 0
+        self.ended: list[Block] = []
         self._open: Block | None = None
 
     def feed(self, deltas: Iterable[Delta]) -> Iterator[Change]:
@@ -46,23 +54,23 @@ class Blocks:
                 yield from self._more("text", delta.content)
             if delta.tool_call is not None:
                 yield from self.finish()
-                block = self._open = Block(self._ended, "call", call=delta.tool_call)
-                yield "begin", block, ""
-                block.text = delta.tool_call.arguments
-                yield "more", block, block.text
+                text = delta.tool_call.arguments
+                self._open = Block(len(self.ended), "call", text, delta.tool_call)
+                yield "begin", self._open, ""
+                yield "more", self._open, text
                 yield from self.finish()
 
     def finish(self) -> Iterator[Change]:
         """End the block that is open, if one is."""
         if self._open is not None:
-            self._ended += 1
+            self.ended.append(self._open)
             yield "end", self._open, ""
             self._open = None
 
     def _more(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[Change]:
         if self._open is None or self._open.kind != kind:
             yield from self.finish()
-            self._open = Block(self._ended, kind)
+            self._open = Block(len(self.ended), kind)
             yield "begin", self._open, ""
         self._open.text += text
         yield "more", self._open, text

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import h11
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vllm_module.server.errors import ApiError
@@ -110,13 +110,9 @@ class Connection(H11Protocol):
         return self.cycle is None or bool(self.conn.trailing_data[0])
 
     def _refuse(self, error: ApiError) -> None:
-        body = json.dumps(error.body).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
+        answer = JSONResponse(error.body)
+        headers = [*answer.raw_headers, (b"connection", b"close")]
         response = h11.Response(status_code=error.status, headers=headers)
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+        for event in (response, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

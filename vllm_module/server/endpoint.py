@@ -7,13 +7,16 @@ import hashlib
 import hmac
 import json
 import logging
-import math
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pydantic_core
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_module.server.connection import Limits
@@ -22,10 +25,16 @@ from vllm_module.server.protocol import Body
 
 Events = AsyncGenerator[dict[str, Any], None]
 Answer = dict[str, Any] | list[Any] | str | Events
+Handler = Callable[[Any, Any], Awaitable[Answer]]
 Right = Literal["open", "api", "admin"]
 
 # Without this, no number of a body becomes infinite when it is read.
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{2}|[0-9]{200}")
+_STREAMED = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
 
 _log = logging.getLogger(__name__)
 
@@ -42,93 +51,125 @@ class Keys:
         self._admin = [_digest(key.encode()) for key in admin]
         self._api = [_digest(key.encode()) for key in api]
 
-    def check(self, scope: Scope, right: Right) -> None:
+    def check(self, headers: Headers, right: Right) -> None:
         """Raise ``ApiError`` if the request has no key for what it wants."""
         if right == "open" or (right == "api" and not self._api):
             return
         if right == "admin" and not self._admin:
             raise ApiError(403, "this is for operators: start the server with an admin key")
-        given = _header(scope, b"authorization")
-        own = given[7:] if given[:7].lower() == b"bearer " else b""
-        digest = _digest(own or _header(scope, b"x-api-key"))  # the latter is Anthropic's
+        given = headers.get("authorization", "")
+        own = given[7:] if given[:7].lower() == "bearer " else ""
+        key = own or headers.get("x-api-key", "")  # the latter is Anthropic's
+        digest = _digest(key.encode("latin-1"))  # the bytes that were sent
         keys = self._admin if right == "admin" else self._api + self._admin
-        if not sum(hmac.compare_digest(digest, key) for key in keys):  # every key is compared
+        if not sum(hmac.compare_digest(digest, each) for each in keys):  # every key is compared
             raise ApiError(
                 401, "the key is missing or wrong: send 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
             )  # fmt: skip
 
 
-def _header(scope: Scope, wanted: bytes) -> bytes:
-    """Return the first value of a header, or nothing."""
-    return next((value for name, value in scope["headers"] if name == wanted), b"")
-
-
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+@dataclass
 class Endpoint:
-    """An ASGI application that answers one path.
+    """An ASGI application for one path: it checks the key, receives the body, and tells errors.
 
-    Args:
-        handler: function from a checked body to a JSON value, a text, or events to stream. It is
-            cancelled when the client goes away.
-        kind: the class of the body; without fields, the request has none.
+    What it answers is :meth:`answer`, which a subclass has.
+
+    Attributes:
+        path: the path.
         right: who may ask.
+        kind: the class of the body; without fields, the request has none.
+        handler: function from the server's state and a checked body to a JSON value, a text, or
+            events to stream.
+        state: of the server.
         keys, limits: of the server.
 
     """
 
-    def __init__(
-        self,
-        handler: Callable[[Any], Awaitable[Answer]],
-        kind: type[Body],
-        right: Right,
-        keys: Keys,
-        limits: Limits,
-    ) -> None:
-        self._handler, self._kind, self._right = handler, kind, right
-        self._keys, self._limits = keys, limits
+    path: str
+    right: Right
+    kind: type[Body]
+    handler: Handler
+    state: Any
+    keys: Keys
+    limits: Limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        request = Request(scope, receive)
         try:
-            self._keys.check(scope, self._right)
-            body = self._checked(scope, await receive_body(scope, receive, self._limits))
-        except GoneError:
+            self.keys.check(request.headers, self.right)
+            await self.answer(request, await self._received(request), send)
+        except ClientDisconnect:
             return
-        except ApiError as error:
-            await send_json(send, error.status, self._kind.told(error))
-            return
-        await work_until_gone(self._work(body, send), receive)
+        except Exception as error:
+            told = _told(error)
+            response = json_response(self.kind.told(told), told.status)
+            await response(scope, receive, send)
 
-    def _checked(self, scope: Scope, data: bytes) -> Body:
-        if not data and not any(each.is_required() for each in self._kind.model_fields.values()):
-            return self._kind.of({})
-        kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
-        if kind != b"application/json":  # which a page of another origin cannot send unasked
+    async def answer(self, request: Request, data: bytes, send: Send) -> None:
+        """Answer a request that has a key. What this raises is told to the client."""
+        raise NotImplementedError
+
+    async def _received(self, request: Request) -> bytes:
+        """Return the body. Raises ``ApiError`` beyond the limits of size and time."""
+        seconds, limit = self.limits.client_seconds, self.limits.body_bytes
+        too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+
+        async def all_of_it() -> bytes:
+            length = request.headers.get("content-length", "")
+            if length.isdecimal() and int(length[:20]) > limit:
+                raise too_large
+            data = bytearray()
+            async with aclosing(request.stream()) as pieces:
+                async for piece in pieces:
+                    data += piece
+                    if len(data) > limit:
+                        raise too_large
+            return bytes(data)
+
+        try:
+            return await asyncio.wait_for(all_of_it(), seconds)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+
+
+class HandlerEndpoint(Endpoint):
+    """Answers with what the handler returns, which is cancelled when the client goes away."""
+
+    async def answer(self, request: Request, data: bytes, send: Send) -> None:
+        """Check the body and have the handler answer it."""
+        work = self._work(self._checked(request.headers, data), request, send)
+        await work_until_gone(work, request.receive)
+
+    def _checked(self, headers: Headers, data: bytes) -> Body:
+        if not data and not any(each.is_required() for each in self.kind.model_fields.values()):
+            return self.kind.of({})
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which a page of another origin cannot send unasked
             raise ApiError(415, "send the body with 'Content-Type: application/json'")
         try:
             given = pydantic_core.from_json(data, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON: {error}") from None
-        if _LARGE.search(data) and not _is_finite(given):
-            raise ApiError(400, "the body has a number that is too large for a float")
-        return self._kind.of(given)
-
-    async def _work(self, body: Body, send: Send) -> None:
         try:
-            answer = await self._handler(body)
-            if isinstance(answer, AsyncGenerator):
-                await self._send_events(send, answer)
-            elif isinstance(answer, str):
-                await _send(send, 200, b"text/plain; charset=utf-8", answer.encode())
-            else:
-                await send_json(send, 200, answer)
-        except Exception as error:
-            told = _told(error)
-            await send_json(send, told.status, self._kind.told(told))
+            if _LARGE.search(data):
+                json.dumps(given, allow_nan=False)  # raises for a number that became infinite
+        except ValueError:
+            raise ApiError(400, "the body has a number that is too large for a float") from None
+        return self.kind.of(given)
+
+    async def _work(self, body: Body, request: Request, send: Send) -> None:
+        answer = await self.handler(self.state, body)
+        if isinstance(answer, AsyncGenerator):
+            await self._send_events(send, answer)
+            return
+        response = PlainTextResponse(answer) if isinstance(answer, str) else json_response(answer)
+        await response(request.scope, request.receive, send)
 
     async def _send_events(self, send: Send, events: Events) -> None:
         """Send server-sent events; an error before the first one is raised, and later is one.
@@ -138,54 +179,18 @@ class Endpoint:
         """
         async with aclosing(events):
             first = await anext(events)
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"),  # nginx would hold events back
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send(_event(first))
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAMED})
+            await send(event_message(first))
             end = b"" if "type" in first else b"data: [DONE]\n\n"
             sent = 1
             try:
                 async for each in events:
-                    await send(_event(each))
+                    await send(event_message(each))
                     sent += 1
             except Exception as error:
-                await send(_event(self._kind.told_within(_told(error), sent)))
+                await send(event_message(self.kind.told_within(_told(error), sent)))
                 end = b""
         await send({"type": "http.response.body", "body": end})
-
-
-class GoneError(Exception):
-    """The client went away before its body was complete."""
-
-
-async def receive_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """Receive a body. Raises ``ApiError`` beyond the limits of size and time, or ``GoneError``."""
-    seconds = limits.client_seconds
-    try:
-        return await asyncio.wait_for(_received(scope, receive, limits.body_bytes), seconds)
-    except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
-
-
-async def _received(scope: Scope, receive: Receive, limit: int) -> bytes:
-    too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
-    length = _header(scope, b"content-length")
-    if length.isdigit() and int(length[:20]) > limit:
-        raise too_large
-    chunks, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise GoneError
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > limit:
-            raise too_large
-        more = message.get("more_body", False)
-    return b"".join(chunks)
 
 
 async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
@@ -199,14 +204,6 @@ async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> 
         failure, _ = await asyncio.gather(*tasks, return_exceptions=True)
     if isinstance(failure, Exception):
         raise failure
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -226,29 +223,14 @@ def _encode(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
-def _event(value: dict[str, Any]) -> Message:
+def event_message(value: dict[str, Any]) -> Message:
+    """Return a server-sent event, as ASGI sends it."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
     body = b"%bdata: %b\n\n" % (name, _encode(value))
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-async def send_json(send: Send, status: int, value: object) -> None:
-    """Send a JSON value as the whole answer."""
-    await _send(send, status, b"application/json", _encode(value))
-
-
-async def _send(send: Send, status: int, kind: bytes, data: bytes) -> None:
-    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(data))]
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send_body(send, status, headers, data)
-
-
-async def send_body(
-    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], data: bytes
-) -> None:
-    """Send a whole answer."""
-    await send({"type": "http.response.start", "status": status, "headers": [*headers]})
-    await send({"type": "http.response.body", "body": data})
+def json_response(value: object, status: int = 200) -> Response:
+    """Return a JSON value as an answer."""
+    headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(status)
+    return Response(_encode(value), status, headers, "application/json")

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import pydantic_core
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import Send
 
 from vllm_module.base.messages import shorten
-from vllm_module.server.app import ROUTES, unanswered
+from vllm_module.server.app import routed
 from vllm_module.server.backends import (
     DEAD,
     BackendAnswer,
@@ -26,18 +25,8 @@ from vllm_module.server.backends import (
     prefixes_of,
 )
 from vllm_module.server.connection import Limits
-from vllm_module.server.endpoint import (
-    GoneError,
-    Keys,
-    Right,
-    receive_body,
-    send_body,
-    send_json,
-    work_until_gone,
-)
+from vllm_module.server.endpoint import Endpoint, Keys, event_message, work_until_gone
 from vllm_module.server.errors import ApiError
-from vllm_module.server.page import page
-from vllm_module.server.protocol import Body
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # What each engine has of its own, so all of them have to do it.
@@ -53,12 +42,7 @@ _FORWARDED = (b"authorization", b"content-type", b"x-api-key")
 
 def front_application(state: Front, keys: Keys, limits: Limits) -> Starlette:
     """Return the application of a server with several engines; it has the routes of one."""
-    routes = [
-        Route(path, _Forward(state, path, right, kind, keys, limits), methods=[method])
-        for method, path, right, kind, _ in ROUTES
-    ]
-    routes.append(Route("/", page(), methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={HTTPException: unanswered})
+    return routed(_Forward, state, keys, limits)
 
 
 class Front:
@@ -107,8 +91,17 @@ class Front:
         if self.backends is None:
             raise ApiError(503, "the model is loading: try again later", code="loading")
         if not self.backends.alive():
-            raise _no_engine()
+            raise _ended(self.backends)
         return self.backends
+
+
+class _Asked(NamedTuple):
+    """What a backend is asked, as its method ``ask`` takes it."""
+
+    method: str
+    target: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
 
 
 class _Whole(NamedTuple):
@@ -119,84 +112,73 @@ class _Whole(NamedTuple):
     headers: list[tuple[bytes, bytes]]
     data: bytes
 
+    async def send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.data})
 
-class _Forward:
-    """An ASGI application that gives the requests of one path to backends."""
 
-    def __init__(
-        self, state: Front, path: str, right: Right, kind: type[Body], keys: Keys, limits: Limits
-    ) -> None:
-        self._state, self._path, self._right, self._kind = state, path, right, kind
-        self._keys, self._limits = keys, limits
+class _Forward(Endpoint):
+    """Gives the requests of one path to backends."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        try:
-            self._keys.check(scope, self._right)
-            body = await receive_body(scope, receive, self._limits)
-            backends = self._state.loaded()
-        except GoneError:
-            return
-        except ApiError as error:
-            await send_json(send, error.status, self._kind.told(error))
-            return
-        headers = [each for each in scope["headers"] if each[0] in _FORWARDED]
-        if self._path in (_LOAD, _UNLOAD):
+    async def answer(self, request: Request, data: bytes, send: Send) -> None:
+        """Ask one backend or all of them."""
+        backends = self.state.loaded()
+        headers = [each for each in request.headers.raw if each[0] in _FORWARDED]
+        asked = _Asked(request.method, self.path, headers, data)
+        if self.path in (_LOAD, _UNLOAD):
             # To the end, also if the client goes away: engines should not differ.
-            await self._by_all_or_none(backends, headers, body, send)
-        elif self._path in _IN_TURN:  # in one order in all engines
-            async with self._state.changes:
-                await self._by_all(backends, headers, body, send)
-        elif self._path in _FOR_ALL:
-            await self._by_all(backends, headers, body, send)
-        elif self._path == "/metrics":
-            await work_until_gone(self._metrics(backends, headers, send), receive)
+            await (await self._by_all_or_none(backends, asked)).send(send)
+        elif self.path in _IN_TURN:  # in one order in all engines
+            async with self.state.changes:
+                await (await self._by_all(backends, asked)).send(send)
+        elif self.path in _FOR_ALL:
+            await (await self._by_all(backends, asked)).send(send)
+        elif self.path == "/metrics":
+            await work_until_gone(self._metrics(backends, asked, send), request.receive)
         else:
-            work = self._by_one(backends, scope["method"], headers, body, send)
-            await work_until_gone(work, receive)
+            await work_until_gone(self._by_one(backends, asked, send), request.receive)
 
-    async def _by_one(
-        self, backends: Backends, method: str, headers: Any, body: bytes, send: Send
-    ) -> None:
-        """Give the request to a backend."""
-        given = _fields(body)
-        async with self._state.asking(str(given.get("model"))):
-            await self._try(backends, method, headers, body, prefixes_of(_prompt(given)), send)
-
-    async def _try(
-        self, backends: Backends, method: str, headers: Any, body: bytes, prefixes: Any, send: Send
-    ) -> None:
+    async def _by_one(self, backends: Backends, asked: _Asked, send: Send) -> None:
         """Give the request to a backend, and to another if the first has no room or ends before.
 
         Those that end before they have answered are ``_TRIES`` at most: the request may be what
         ends them.
         """
+        given = _fields(asked.body)
+        prefixes = prefixes_of(_prompt(given))
         tried, ended = set[Any](), 0
-        refusal: tuple[int, Any, bytes] | None = None
-        while ended < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
-            tried.add(backend)
-            try:
-                async with backend.ask(method, self._path, headers, body) as answer:
-                    if _is_stream(answer):
-                        await self._stream(answer, send)
-                        return
-                    data = b"".join([piece async for piece in answer.body])
-            except BackendError:
-                ended += 1
-                continue
-            # Its process may outlive a rank of its engine.
-            if answer.status >= 500 and await backend.health() == DEAD:
-                backend.end()
-                ended += 1
-                continue
-            if answer.status != 503:
-                await send_body(send, answer.status, answer.headers, data)
-                return
-            refusal = answer.status, answer.headers, data
-        if refusal is not None:
-            await send_body(send, *refusal)
-        else:
-            await self._refuse(backends, send)
+        answer: _Whole | None = None
+        async with self.state.asking(str(given.get("model"))):
+            while ended < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
+                tried.add(backend)
+                try:
+                    answer = await self._ask(backend, asked, send)
+                except BackendError:
+                    ended += 1
+                    continue
+                if answer is None:
+                    return
+                if answer.status != 503:
+                    break
+            if answer is None:
+                raise _ended(backends)
+            await answer.send(send)
+
+    async def _ask(self, backend: Any, asked: _Asked, send: Send | None = None) -> _Whole | None:
+        """Return the whole answer of a backend; ``None`` if it was a stream, passed on to ``send``.
+
+        Raises :class:`BackendError` if the backend ends before it has answered. Its process may
+        outlive a rank of its engine.
+        """
+        async with backend.ask(*asked) as answer:
+            if send is not None and _is_stream(answer):
+                await self._stream(answer, send)
+                return None
+            whole = _Whole(backend, answer.status, answer.headers, await answer.read())
+        if whole.status >= 500 and await backend.health() == DEAD:
+            backend.end()
+            raise BackendError("its engine has ended")
+        return whole
 
     async def _stream(self, answer: BackendAnswer, send: Send) -> None:
         """Pass whole events on; if the backend ends after the first one, the last is an error."""
@@ -216,66 +198,62 @@ class _Forward:
             if not begun:
                 raise
             error = ApiError(500, "the engine of this request has ended")
-            told = self._kind.told_within(error, sent)
-            name = f"event: {told['type']}\n" if "type" in told else ""
-            rest = f"{name}data: {json.dumps(told)}\n\n".encode()
+            rest = event_message(self.kind.told_within(error, sent))["body"]
         if not begun:
             await send(begin)
         await send({"type": "http.response.body", "body": rest})
 
-    async def _by_all(self, backends: Backends, headers: Any, body: bytes, send: Send) -> None:
-        """Give the request to all backends; answer as the first that refused, or the first."""
-        answers = await self._each(backends, backends.alive(), "POST", headers, body)
-        await self._answer(backends, answers, send)
+    async def _by_all(self, backends: Backends, asked: _Asked) -> _Whole:
+        """Give the request to all backends; return the first refusal, or the first answer."""
+        return self._one_of(backends, await self._each(backends, backends.alive(), asked))
 
-    async def _metrics(self, backends: Backends, headers: Any, send: Send) -> None:
+    async def _metrics(self, backends: Backends, asked: _Asked, send: Send) -> None:
         """Join the metrics of all backends that answer in time."""
-        asked = self._each(backends, backends.alive(), "GET", headers, b"", seconds=_SCRAPE)
-        answers = [each for each in await asked if each.status == 200]
-        if answers:
-            data = _joined((each.backend.number, each.data.decode()) for each in answers).encode()
-            kept = [each for each in answers[0].headers if each[0] != b"content-length"]
-            answers = [_Whole(answers[0].backend, 200, [*kept, _length(data)], data)]
-        await self._answer(backends, answers, send)
+        told = await self._each(backends, backends.alive(), asked, _SCRAPE)
+        answers = [each for each in told if each.status == 200]
+        first = self._one_of(backends, answers)
+        data = _joined((each.backend.number, each.data.decode()) for each in answers).encode()
+        headers = [each for each in first.headers if each[0] != b"content-length"]
+        headers.append((b"content-length", b"%d" % len(data)))
+        await first._replace(headers=headers, data=data).send(send)
 
-    async def _by_all_or_none(
-        self, backends: Backends, headers: Any, body: bytes, send: Send
-    ) -> None:
+    async def _by_all_or_none(self, backends: Backends, asked: _Asked) -> _Whole:
         """Load or unload an adapter in all engines, or in none of them.
 
         If one refuses to load it, the others unload it; what ``load_inplace`` wrote is not undone.
         If requests use it, none unloads it; an engine may still have one whose client has gone. One
         that has unloaded it before, when another could not, is no reason to refuse.
         """
-        given = _fields(body)
+        given = _fields(asked.body)
         name = str(given.get("lora_name"))
-        async with self._state.changing(name):
-            if self._path == _UNLOAD and (count := self._state.asked[name]):
+        async with self.state.changing(name):
+            if self.path == _UNLOAD and (count := self.state.asked[name]):
                 message = f"{count} requests use the adapter {shorten(name)}: wait for them, or "
-                error = ApiError(409, f"{message}abort them", "lora_name")
-                await send_json(send, error.status, self._kind.told(error))
-                return
-            answers = await self._each(backends, backends.alive(), "POST", headers, body)
-            if self._path == _UNLOAD:
+                raise ApiError(409, f"{message}abort them", "lora_name")
+            answers = await self._each(backends, backends.alive(), asked)
+            if self.path == _UNLOAD:
                 end = time.monotonic() + _GONE
                 while any(each.status == 409 for each in answers) and time.monotonic() < end:
                     await asyncio.sleep(_POLL)
                     busy = [each.backend for each in answers if each.status == 409]
                     answers = [each for each in answers if each.status != 409]
-                    answers += await self._each(backends, busy, "POST", headers, body)
+                    answers += await self._each(backends, busy, asked)
                 answers = [each for each in answers if each.status != 400] or answers
             elif any(each.status >= 400 for each in answers) and not given.get("load_inplace"):
                 took = [each.backend for each in answers if each.status in (200, 500)]
                 undo = json.dumps({"lora_name": name}).encode()
-                undone = await self._each(backends, took, "POST", headers, undo, _UNLOAD)
+                undone = await self._each(backends, took, asked._replace(target=_UNLOAD, body=undo))
                 kept = [each for each in undone if each.status not in (200, 400)]
                 answers = kept or [each for each in answers if each.status >= 400]
-        await self._answer(backends, answers, send)
+        return self._one_of(backends, answers)
 
     async def _each(
-        self, backends: Backends, asked: Iterable[Any], method: str, headers: Any, body: bytes,
-        path: str | None = None, seconds: float | None = None,
-    ) -> list[_Whole]:  # fmt: skip
+        self,
+        backends: Backends,
+        whom: Iterable[Any],
+        asked: _Asked,
+        seconds: float | None = None,
+    ) -> list[_Whole]:
         """Give a request to some backends at once; return what those answer that have not ended.
 
         Those that do not answer within ``seconds`` are left out, too.
@@ -283,51 +261,43 @@ class _Forward:
 
         async def whole(backend: Any) -> _Whole | None:
             try:
-                async with backend.ask(method, path or self._path, headers, body) as answer:
-                    data = b"".join([piece async for piece in answer.body])
+                return await asyncio.wait_for(self._ask(backend, asked), seconds)
+            except asyncio.TimeoutError:
+                return None
             except BackendError as error:
                 if backend not in backends.alive():  # the others are all
                     return None
                 message = f"engine {backend.number} gave no answer, and others may have: {error}"
-                told = json.dumps(self._kind.told(ApiError(500, message))).encode()
+                told = json.dumps(self.kind.told(ApiError(500, message))).encode()
                 return _Whole(backend, 500, [(b"content-type", b"application/json")], told)
-            if answer.status >= 500 and await backend.health() == DEAD:
-                backend.end()
-                return None
-            return _Whole(backend, answer.status, answer.headers, data)
 
-        async def in_time(backend: Any) -> _Whole | None:
-            try:
-                return await asyncio.wait_for(whole(backend), seconds)
-            except asyncio.TimeoutError:
-                return None
+        return [each for each in await asyncio.gather(*map(whole, whom)) if each is not None]
 
-        return [each for each in await asyncio.gather(*map(in_time, asked)) if each is not None]
-
-    async def _answer(self, backends: Backends, answers: list[_Whole], send: Send) -> None:
-        """Answer as the first that refused, or the first; say so if others did what was asked."""
+    def _one_of(self, backends: Backends, answers: list[_Whole]) -> _Whole:
+        """Return the first that refused, or the first. Raises ``ApiError`` if engines differ."""
         if not answers:
-            await self._refuse(backends, send)
-            return
+            raise _ended(backends)
         first = max(answers, key=lambda each: each.status >= 400)
         did, refused = list[str](), list[str]()
         for each in answers:
             (refused if each.status >= 400 else did).append(str(each.backend.number))
-        if not did or not refused:
-            await send_body(send, first.status, first.headers, first.data)
-            return
-        message = (
-            f"of the engines, {', '.join(did)} did this and {', '.join(refused)} did not, so they "
-            f"differ until it is sent again: {_message(first.data)}"
-        )
-        await send_json(send, first.status, self._kind.told(ApiError(first.status, message)))
+        if did and refused:
+            raise ApiError(
+                first.status,
+                f"of the engines, {', '.join(did)} did this and {', '.join(refused)} did not, so "
+                f"they differ until it is sent again: {_message(first.data)}",
+            )
+        return first
 
-    async def _refuse(self, backends: Backends, send: Send) -> None:
-        error = _no_engine()
-        if backends.alive():
-            message = "the engine of this request has ended, or could not be reached: try again"
-            error = ApiError(503, message)
-        await send_json(send, error.status, self._kind.told(error))
+
+def _ended(backends: Backends) -> ApiError:
+    """Return the refusal of a request that no engine has answered."""
+    if backends.alive():
+        message = "the engine of this request has ended, or could not be reached: try again"
+        return ApiError(503, message)
+    return ApiError(
+        503, "all engines of this server have ended: start it again", code="engine_dead"
+    )
 
 
 def _message(data: bytes) -> str:
@@ -335,16 +305,6 @@ def _message(data: bytes) -> str:
         return str(json.loads(data)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return data.decode(errors="replace")
-
-
-def _no_engine() -> ApiError:
-    return ApiError(
-        503, "all engines of this server have ended: start it again", code="engine_dead"
-    )
-
-
-def _length(data: bytes) -> tuple[bytes, bytes]:
-    return b"content-length", b"%d" % len(data)
 
 
 def _is_stream(answer: BackendAnswer) -> bool:

@@ -1,32 +1,25 @@
-"""What answers of text have in common: parameters, deltas of choices, logprobs, usage."""
+"""What answers of text have in common: parameters, deltas of choices, usage, OpenAI's choices."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from vllm_module.runtime.async_llm import AsyncLLM
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.server.endpoint import Events
 from vllm_module.server.errors import ApiError, field_error
-from vllm_module.server.metrics import Histograms
-from vllm_module.server.protocol import GenerationBody
+from vllm_module.server.growing_text import Delta
+from vllm_module.server.protocol import GenerationBody, StreamOptions
+from vllm_module.server.state import State, new_id
 
 _LEAST = -9999.0  # JSON has no infinity
-
-
-def sampling_params(llm: AsyncLLM, body: GenerationBody, **more: Any) -> SamplingParams:
-    """Return the parameters that a body asks for; others are generation_config.json's."""
-    defaults = llm.llm.get_default_sampling_params()
-    recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
-    given = {name: value for name, value in more.items() if value is not None}
-    try:
-        return SamplingParams.from_optional(**{**recommended, **body.sampling, **given})
-    except ValueError as error:
-        raise field_error(error) from None
+# What makes a chunk worth sending.
+_SHOWN = ("text", "delta", "logprobs", "finish_reason", "token_ids")
 
 
 @dataclass
@@ -39,6 +32,7 @@ class ChoiceDelta:
         text, token_ids, logprobs: new ones.
         first: True for the first delta of the choice.
         finish_reason, stop_reason: in its last delta.
+        parts: what the text has become, in a conversation.
 
     """
 
@@ -50,38 +44,62 @@ class ChoiceDelta:
     first: bool
     finish_reason: str | None
     stop_reason: int | str | None
+    parts: Sequence[Delta] = ()
 
 
-@dataclass
-class _Sent:
-    characters: int = 0
-    tokens: int = 0
-    begun: bool = False
-    ended: bool = False
-
-
-@dataclass
 class Continuation:
     """The prompts of one request, which are continued together.
 
+    Args:
+        state, body: the server, and the request.
+        kind: the beginning of the answer's id.
+        prompts: the prompts, each a mapping.
+        generates: False if generated tokens are not shown.
+        wanted: parameters, beside those of the body; those that are ``None``, and others, are those
+            of generation_config.json.
+
     Attributes:
         name: id of the request.
-        stream: whether there is a delta for each new token; else one for each choice.
+        params: the parameters.
 
     """
 
-    llm: AsyncLLM
-    histograms: Histograms
-    name: str
-    prompts: Sequence[Any]
-    params: SamplingParams
-    stream: bool
-    _outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    def __init__(
+        self,
+        state: State,
+        body: GenerationBody,
+        kind: str,
+        prompts: Sequence[Mapping[str, Any]],
+        *,
+        generates: bool = True,
+        **wanted: Any,
+    ) -> None:
+        self.state, self.body, self.name = state, body, new_id(kind)
+        about = state.adapter(body.model)
+        if body.cache_salt is not None:
+            about["cache_salt"] = body.cache_salt
+        self.prompts = [{**prompt, **about} for prompt in prompts]
+        self._llm = state.engine(body.model)
+        defaults = self._llm.llm.get_default_sampling_params()
+        recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        try:
+            self.params = SamplingParams.from_optional(**{**recommended, **body.sampling, **given})
+        except ValueError as error:
+            raise field_error(error) from None
+        self._generates = generates
+        self._outputs: dict[int, RequestOutput] = {}
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """Yield what is new of each choice. Raises ``ApiError`` if the engine fails on one."""
-        sent: dict[int, _Sent] = {}
-        outputs = self.llm.serve(self.prompts, self.params, self.name, every_token=self.stream)
+        """Yield what is new of each choice: for each token of a stream, else once.
+
+        Raises ``ApiError`` if the engine fails on one.
+        """
+        told: dict[int, tuple[int, int]] = {}  # characters and tokens of each choice
+        ended = set[int]()
+        outputs = self._llm.serve(
+            self.prompts, self.params, self.name, every_token=self.body.stream
+        )
         async with aclosing(outputs):
             async for prompt, output in outputs:
                 self._outputs[prompt] = output
@@ -89,33 +107,33 @@ class Continuation:
                     own = output.error.startswith("structured_outputs: ")  # the client's grammar
                     raise ApiError(400 if own else 500, output.error)
                 if output.finished:
-                    self.histograms.observe(output.metrics)
+                    self.state.histograms.observe(output.metrics)
                 for sample in output.outputs:
                     index = prompt * self.params.n + sample.index
-                    done = sent.setdefault(index, _Sent())
-                    ids = sample.token_ids[done.tokens :]
-                    if done.ended or not (ids or sample.finish_reason):
+                    characters, tokens = told.get(index, (0, 0))
+                    ids = sample.token_ids[tokens:]
+                    if index in ended or not (ids or sample.finish_reason):
                         continue
                     yield ChoiceDelta(
                         index,
                         output,
-                        sample.text[done.characters :],
+                        sample.text[characters:],
                         ids,
-                        (sample.logprobs or [])[done.tokens :],
-                        not done.begun,
+                        (sample.logprobs or [])[tokens:],
+                        index not in told,
                         sample.finish_reason,
                         sample.stop_reason,
                     )
-                    done.characters = max(done.characters, len(sample.text))
-                    done.tokens, done.begun = len(sample.token_ids), True
-                    done.ended = sample.finish_reason is not None
+                    told[index] = max(characters, len(sample.text)), len(sample.token_ids)
+                    if sample.finish_reason is not None:
+                        ended.add(index)
 
     def usage(self, generated: bool = True) -> dict[str, Any]:
         """Return the counts of tokens, so far."""
         outputs = self._outputs.values()
         prompt = sum(len(each.prompt_token_ids) for each in outputs)
         tokens = sum(len(sample.token_ids) for each in outputs for sample in each.outputs)
-        tokens = tokens if generated else 0
+        tokens = tokens if generated and self._generates else 0
         return {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
@@ -126,9 +144,73 @@ class Continuation:
         }
 
 
-def token_text(token_id: int, logprob: Logprob | None, *, as_id: bool) -> str:
+class ChoicesAnswer:
+    """The answer to a request in which OpenAI's clients find choices, whole or as chunks.
+
+    Args:
+        generation: what is answered.
+        kind: the name of what is answered, in the protocol.
+
+    Attributes:
+        uncounted: what a chunk has in place of ``usage`` if the request does not ask for it.
+
+    """
+
+    uncounted: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, generation: Continuation, kind: str) -> None:
+        self._generation = generation
+        self._options = generation.body.stream_options or StreamOptions()
+        self._head = {
+            "id": generation.name,
+            "object": kind,
+            "created": int(time.time()),
+            "model": generation.body.model or generation.state.names[0],
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """Return all choices."""
+        choices, beside = [], dict[str, Any]()
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                choices.append(self.choice(delta))
+                beside = self.beside(delta)
+        choices.sort(key=lambda choice: choice["index"])
+        usage = self._generation.usage()
+        return {**self._head, **beside, "choices": choices, "usage": usage}
+
+    async def events(self) -> Events:
+        """Yield chunks, and the counts of tokens if the request asks for them."""
+        usage, last = self._generation.usage, self._options.include_usage
+        counted = last and self._options.continuous_usage_stats
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.first and (begin := self.begin(delta)) is not None:
+                    counts = {"usage": usage(generated=False)} if counted else self.uncounted
+                    yield {**self._head, **self.beside(delta), "choices": [begin], **counts}
+                choice = self.choice(delta)
+                if any(map(choice.get, _SHOWN)):
+                    counts = {"usage": usage()} if counted else self.uncounted
+                    yield {**self._head, "choices": [choice], **counts}
+        if last:
+            yield {**self._head, "choices": [], "usage": usage()}
+
+    def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the choice of a whole answer or of a chunk."""
+        raise NotImplementedError
+
+    def begin(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """Return a choice that is told before the first one has anything."""
+        return None
+
+    def beside(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return what a whole answer, or the chunk that begins, has beside its choices."""
+        return {}
+
+
+def token_text(token_id: int, logprob: Logprob, *, as_id: bool) -> str:
     """Return the text of a token, or ``token_id:`` and its number."""
-    if as_id or logprob is None or logprob.decoded_token is None:
+    if as_id or logprob.decoded_token is None:
         return f"token_id:{token_id}"
     return logprob.decoded_token
 
@@ -141,19 +223,3 @@ def ranked(entry: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
 def bounded(logprob: Logprob) -> float:
     """Return the number as JSON can have it."""
     return max(logprob.logprob, _LEAST)
-
-
-def completion_logprobs(
-    tokens: Iterable[tuple[str, float | None, Mapping[str, float] | None]], offset: int
-) -> dict[str, Any]:
-    """Return the logprobs of /v1/completions: lists with an entry for each token."""
-    texts, numbers, tops, offsets = [], [], [], []
-    for text, number, top in tokens:
-        texts.append(text)
-        numbers.append(number)
-        tops.append(top)
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": texts, "token_logprobs": numbers, "top_logprobs": tops, "text_offset": offsets,
-    }  # fmt: skip

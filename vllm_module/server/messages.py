@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from pydantic import Field
+
 from vllm_module.base.messages import shorten
-from vllm_module.server.blocks import Block, Change
+from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ChatBody, MessagesBody
+from vllm_module.server.protocol import ANY, ONE_ANSWER, ChatBody, ConversationBody, Listed
 from vllm_module.server.state import State
-from vllm_module.server.tools import new_call_id
 
 _STOP_REASONS = {"length": "max_tokens", "abort": "end_turn"}
 _DELTAS = {
@@ -27,9 +28,39 @@ _DELTAS = {
 }
 
 
+class MessagesBody(ConversationBody):
+    """The body of /v1/messages."""
+
+    unsupported = {
+        **ONE_ANSWER,
+        "thinking": ANY,
+        "container": (),
+        "context_management": (),
+        "mcp_servers": ([],),
+        "output_config": ANY,
+        "service_tier": ("auto", "standard_only"),
+    }
+    messages: Listed[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    system: Any = None
+    stop_sequences: Listed[str] = []
+    tool_choice: dict[str, Any] | None = None
+
+    @classmethod
+    def told(cls, error: ApiError) -> dict[str, Any]:
+        """Return an error as Anthropic's clients know it."""
+        kinds = {
+            401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+            413: "request_too_large", 503: "overloaded_error",
+        }  # fmt: skip
+        other = "api_error" if error.status >= 500 else "invalid_request_error"
+        kind = kinds.get(error.status, other)
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 async def messages(state: State, body: MessagesBody) -> Answer:
     """Answer a conversation."""
-    answer = _Answer(body, await Conversation.begin(state, _chat_body(body), "msg"))
+    answer = _Answer(await Conversation.begin(state, _chat_body(body), "msg"))
     return answer.events() if body.stream else await answer.whole()
 
 
@@ -46,19 +77,13 @@ def _chat_body(body: MessagesBody) -> ChatBody:
     if chosen is None:
         refusal = f"tool_choice.type should be auto, any, tool or none, got {shorten(kind)}"
         raise ApiError(400, refusal, "tool_choice")
-    sampling = dict(body.sampling)
-    if body.stop_sequences:
-        sampling["stop"] = body.stop_sequences
-    return ChatBody(
-        model=body.model,
+    return body.as_chat(
         messages=listed,
         max_tokens=body.max_tokens,
-        stream=body.stream,
-        cache_salt=body.cache_salt,
         tools=[_function(tool) for tool in body.tools],
         tool_choice=chosen,
         parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
-        sampling=sampling,
+        **({"stop": body.stop_sequences} if body.stop_sequences else {}),
     )
 
 
@@ -104,17 +129,16 @@ def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]
 class _Answer:
     """The message that answers one request, whole or as events."""
 
-    def __init__(self, body: MessagesBody, conversation: Conversation) -> None:
-        self._body, self._conversation = body, conversation
-        self._ids: dict[int, str] = {}  # of calls, by their blocks
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
 
     def _head(self, content: list[Any]) -> dict[str, Any]:
         reason, sequence = self._stop()
         return {
-            "id": self._conversation.generation.name,
+            "id": self._conversation.name,
             "type": "message",
             "role": "assistant",
-            "model": self._body.model,
+            "model": self._conversation.body.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
@@ -124,10 +148,10 @@ class _Answer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        counts = self._conversation.generation.usage()
+        counts = self._conversation.usage()
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": self._conversation.prompt_tokens - cached,
+            "input_tokens": len(self._conversation.prompts[0]["prompt_token_ids"]) - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "cache_creation": None,
@@ -140,54 +164,52 @@ class _Answer:
 
     def _stop(self) -> tuple[str | None, str | None]:
         """Return the reason and the sequence at which the message stopped."""
-        piece = self._conversation.last
-        if piece is None:
+        last = self._conversation.last
+        if last is None:
             return None, None
-        if isinstance(piece.stop_reason, str):
-            return "stop_sequence", piece.stop_reason
-        if self._conversation.calls and piece.finish_reason == "stop":
+        if isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
+        if self._conversation.calls and last.finish_reason == "stop":
             return "tool_use", None
-        return _STOP_REASONS.get(piece.finish_reason or "", "end_turn"), None
-
-    def _block(self, block: Block, text: str) -> dict[str, Any]:
-        if block.kind == "text":
-            return {"type": "text", "text": text, "citations": None}
-        if block.kind == "reasoning":
-            return {"type": "thinking", "thinking": text, "signature": ""}
-        assert block.call is not None
-        number = self._ids.setdefault(block.number, f"toolu_{new_call_id()}")
-        given = json.loads(text) if text else {}
-        return {
-            "type": "tool_use", "id": number, "name": block.call.name, "input": given,
-            "caller": {"type": "direct"},
-        }  # fmt: skip
+        return _STOP_REASONS.get(last.finish_reason or "", "end_turn"), None
 
     async def whole(self) -> dict[str, Any]:
-        blocks = await self._conversation.blocks()
-        content = [self._block(block, block.text) for block in blocks]
+        async with aclosing(self._conversation.changes()) as changes:
+            async for _ in changes:
+                pass
+        content = [_block(block, block.text) for block in self._conversation.blocks.ended]
         return self._head(content or [{"type": "text", "text": "", "citations": None}])
 
     async def events(self) -> Events:
-        begin = [{"type": "message_start", "message": self._head([])}]
-        async with aclosing(self._conversation.changes()) as found:
-            async for changes in found:
-                for event in (*begin, *map(self._event, changes)):
-                    yield event
-                begin.clear()
+        begin = {"type": "message_start", "message": self._head([])}
+        async with aclosing(self._conversation.changes()) as changes:
+            async for change in changes:
+                yield begin if change is None else _event(*change)
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
         yield {"type": "message_stop"}
 
-    def _event(self, change: Change) -> dict[str, Any]:
-        what, block, text = change
-        if what == "begin":
-            begun = self._block(block, "")
-            return {
-                "type": "content_block_start", "index": block.number, "content_block": begun,
-            }  # fmt: skip
-        if what == "end":
-            return {"type": "content_block_stop", "index": block.number}
-        kind, key = _DELTAS[block.kind]
-        delta = {"type": kind, key: text}
-        return {"type": "content_block_delta", "index": block.number, "delta": delta}
+
+def _event(what: str, block: Block, text: str) -> dict[str, Any]:
+    """Return the event that tells of a change of a block."""
+    if what == "begin":
+        begun = _block(block, "")
+        return {"type": "content_block_start", "index": block.number, "content_block": begun}
+    if what == "end":
+        return {"type": "content_block_stop", "index": block.number}
+    kind, key = _DELTAS[block.kind]
+    delta = {"type": kind, key: text}
+    return {"type": "content_block_delta", "index": block.number, "delta": delta}
+
+
+def _block(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": text, "citations": None}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    assert block.call is not None
+    return {
+        "type": "tool_use", "id": f"toolu_{block.key[:9]}", "name": block.call.name,
+        "input": json.loads(text) if text else {}, "caller": {"type": "direct"},
+    }  # fmt: skip

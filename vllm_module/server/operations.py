@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from vllm_module.base.version import __version__
 from vllm_module.runtime.llm import LLM
 from vllm_module.server.errors import ApiError
 from vllm_module.server.metrics import prometheus_text
-from vllm_module.server.protocol import (
-    AbortBody,
-    EmptyBody,
-    LoadAdapterBody,
-    PauseBody,
-    UnloadAdapterBody,
-    UpdateBody,
-)
+from vllm_module.server.protocol import Body
 from vllm_module.server.state import State
 from vllm_module.weights.update_file import open_update
 
 
-async def health(state: State, _: EmptyBody) -> dict[str, Any]:
+class PauseBody(Body):
+    """The body of /pause."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    clear_cache: bool = True
+
+
+class UpdateBody(Body):
+    """The body of /update_weights: a file, folder, hub id or URL with weights, all or some."""
+
+    path: str
+    weight_version: str | None = None
+
+
+class LoadAdapterBody(Body):
+    """The body of /v1/load_lora_adapter: a name, and a folder in PEFT's layout.
+
+    With ``load_inplace``, one that has this name is updated; without one, it is loaded.
+    """
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(Body):
+    """The body of /v1/unload_lora_adapter; the number is vLLM's."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class AbortBody(Body):
+    """The body of /abort."""
+
+    request_id: str
+
+
+async def health(state: State, _: Body) -> dict[str, Any]:
     """Answer 200 if the engine lives, 503 while it is loading or after it has ended."""
     llm = state.engine()
     try:
@@ -31,7 +62,7 @@ async def health(state: State, _: EmptyBody) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-async def ready(state: State, _: EmptyBody) -> dict[str, Any]:
+async def ready(state: State, _: Body) -> dict[str, Any]:
     """Answer 200 if requests are computed now; 503 also while the engine is paused or sleeps."""
     await health(state, _)
     llm = state.engine()
@@ -42,18 +73,18 @@ async def ready(state: State, _: EmptyBody) -> dict[str, Any]:
     return {"status": "ready"}
 
 
-async def version(_: State, __: EmptyBody) -> dict[str, Any]:
+async def version(_: State, __: Body) -> dict[str, Any]:
     """Return the version of this package."""
     return {"version": __version__}
 
 
-async def metrics(state: State, _: EmptyBody) -> str:
+async def metrics(state: State, _: Body) -> str:
     """Return the engine's metrics, between two steps."""
     found = await state.engine().call(lambda llm: llm.get_metrics())
     return prometheus_text(found, state.histograms, state.names[0])
 
 
-async def models(state: State, _: EmptyBody) -> dict[str, Any]:
+async def models(state: State, _: Body) -> dict[str, Any]:
     """List the names of the model, and its adapters."""
     llm = state.engine().llm
     entries = [
@@ -75,7 +106,7 @@ async def models(state: State, _: EmptyBody) -> dict[str, Any]:
     return {"object": "list", "data": entries}
 
 
-async def summary(state: State, _: EmptyBody) -> dict[str, str]:
+async def summary(state: State, _: Body) -> dict[str, str]:
     """Return what was loaded and what memory it takes, as texts for people."""
     return dict(await state.engine().call(lambda llm: llm.facts()))
 
@@ -86,7 +117,7 @@ async def pause(state: State, body: PauseBody) -> dict[str, Any]:
     return {"status": "paused"}
 
 
-async def resume(state: State, _: EmptyBody) -> dict[str, Any]:
+async def resume(state: State, _: Body) -> dict[str, Any]:
     """Compute steps again."""
     await state.engine().resume()
     return {"status": "resumed"}
@@ -133,17 +164,17 @@ async def unload_adapter(state: State, body: UnloadAdapterBody) -> dict[str, Any
     return {"status": "unloaded"}
 
 
-async def weight_version(state: State, _: EmptyBody) -> dict[str, Any]:
+async def weight_version(state: State, _: Body) -> dict[str, Any]:
     """Return the name of the weights, which the last update gave."""
     return {"weight_version": state.engine().weight_version}
 
 
-async def world_size(state: State, _: EmptyBody) -> dict[str, Any]:
+async def world_size(state: State, _: Body) -> dict[str, Any]:
     """Return the number of ranks, as vLLM does."""
     return {"world_size": state.engine().llm.executor.size}
 
 
-async def server_info(state: State, _: EmptyBody) -> dict[str, Any]:
+async def server_info(state: State, _: Body) -> dict[str, Any]:
     """Return of vLLM's configuration what its clients read."""
     config = state.engine().llm.executor.worker.config
     adapters = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
@@ -167,7 +198,7 @@ async def server_info(state: State, _: EmptyBody) -> dict[str, Any]:
     }
 
 
-async def reset_prefix_cache(state: State, _: EmptyBody) -> dict[str, Any]:
+async def reset_prefix_cache(state: State, _: Body) -> dict[str, Any]:
     """Evict cached pages between two steps."""
     return {"success": await state.engine().reset_prefix_cache()}
 

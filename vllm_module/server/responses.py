@@ -6,18 +6,53 @@ Names and events are those of https://www.openresponses.org. Nothing is stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from pydantic import Field
+
 from vllm_module.base.messages import shorten
-from vllm_module.server.blocks import Block, Change
+from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ChatBody, ResponsesBody
-from vllm_module.server.state import State, new_id
-from vllm_module.server.tools import new_call_id
+from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
+from vllm_module.server.state import State
+
+_EVENTS = {"text": "output_text", "reasoning": "reasoning", "call": "function_call_arguments"}
+
+
+class ResponsesBody(ConversationBody):
+    """The body of /v1/responses."""
+
+    unsupported = {
+        **{
+            name: values for name, values in ONE_ANSWER.items() if name not in ("metadata", "store")
+        },
+        "store": (True, False),  # nothing is stored, and the answer says so
+        "background": (False,),
+        "include": ([],),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled", "auto"),
+    }
+    input: Any
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+
+    @classmethod
+    def told_within(cls, error: ApiError, number: int) -> dict[str, Any]:
+        """Return an error as Open Responses has it in a stream."""
+        return {"type": "error", "sequence_number": number, **cls.told(error)}
 
 
 async def responses(state: State, body: ResponsesBody) -> Answer:
@@ -43,18 +78,14 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     choice = body.tool_choice
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
-    return ChatBody(
-        model=body.model,
+    return body.as_chat(
         messages=listed,
         max_tokens=body.max_output_tokens,
-        stream=body.stream,
-        cache_salt=body.cache_salt,
         tools=[_function(tool) for tool in body.tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=wanted,
         reasoning_effort=body.reasoning.get("effort"),
-        sampling=body.sampling,
     )
 
 
@@ -91,93 +122,59 @@ class _Answer:
 
     def __init__(self, body: ResponsesBody, conversation: Conversation) -> None:
         self._body, self._conversation = body, conversation
-        self._ids: dict[int, str] = {}  # of items, by their blocks
-        self._calls: dict[int, str] = {}  # ids of calls
         self._created = int(time.time())
         self._number = 0
 
     async def whole(self) -> dict[str, Any]:
-        return self._response(await self._conversation.blocks())
+        async with aclosing(self.events()) as events:
+            *_, last = [event async for event in events]
+        return dict(last["response"])
 
     async def events(self) -> Events:
         begin = [
-            self._event(f"response.{kind}", response=self._response([]))
+            self._event(f"response.{kind}", response=self._response())
             for kind in ("created", "in_progress")
         ]
-        ended: list[Block] = []
-        async with aclosing(self._conversation.changes()) as found:
-            async for changes in found:
-                for event in begin:
+        async with aclosing(self._conversation.changes()) as changes:
+            async for change in changes:
+                for event in begin if change is None else self._changes(*change):
                     yield event
-                begin.clear()
-                for change in changes:
-                    if change[0] == "end":
-                        ended.append(change[1])
-                    for event in self._changes(change):
-                        yield event
-        response = self._response(ended)
+        response = self._response()
         yield self._event(f"response.{response['status']}", response=response)
 
     def _event(self, kind: str, **entries: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **entries}
 
-    def _changes(self, change: Change) -> Iterator[dict[str, Any]]:
+    def _changes(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
         """Yield the events that tell of a change of an item."""
-        what, block, text = change
+        is_call, name = block.kind == "call", _EVENTS[block.kind]
         at = {"output_index": block.number}
-        where = {**at, "item_id": self._id(block), "content_index": 0}
-        kind = {"text": "output_text", "reasoning": "reasoning"}.get(block.kind)
+        where = {**at, "item_id": _id(block), **({} if is_call else {"content_index": 0})}
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if what == "begin":
-            item = self._item(block, "in_progress")
+            item = _item(block, "in_progress")
             yield self._event("response.output_item.added", item=item, **at)
-            if kind is not None:
+            if not is_call:
                 yield self._event("response.content_part.added", part=_part(block, ""), **where)
-        elif kind is None:
-            where.pop("content_index")
-            name = "response.function_call_arguments"
-            if what == "more":
-                yield self._event(f"{name}.delta", delta=text, **where)
-            else:
-                yield self._event(f"{name}.done", arguments=block.text, **where)
         elif what == "more":
-            yield self._event(f"response.{kind}.delta", delta=text, **where, **logprobs)
+            yield self._event(f"response.{name}.delta", delta=text, **where, **logprobs)
         else:
-            yield self._event(f"response.{kind}.done", text=block.text, **where, **logprobs)
-            part = _part(block, block.text)
-            yield self._event("response.content_part.done", part=part, **where)
-        if what == "end":
-            item = self._item(block, "completed")
+            whole = {"arguments" if is_call else "text": block.text}
+            yield self._event(f"response.{name}.done", **whole, **where, **logprobs)
+            if not is_call:
+                part = _part(block, block.text)
+                yield self._event("response.content_part.done", part=part, **where)
+            item = _item(block, "completed")
             yield self._event("response.output_item.done", item=item, **at)
 
-    def _id(self, block: Block) -> str:
-        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
-        return self._ids.setdefault(block.number, new_id(prefix))
-
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
-        """Return an item of the output; without its text while it is in progress."""
-        head = {"id": self._id(block), "status": status}
-        if block.call is not None:
-            call = self._calls.setdefault(block.number, f"call_{new_call_id()}")
-            return {
-                **head, "type": "function_call", "call_id": call, "name": block.call.name,
-                "arguments": block.text,
-            }  # fmt: skip
-        content = [] if status == "in_progress" else [_part(block, block.text)]
-        if block.kind == "reasoning":
-            return {**head, "type": "reasoning", "summary": [], "content": content}
-        return {**head, "type": "message", "role": "assistant", "content": content}
-
-    def _response(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """Return the response of these blocks; it is in progress until its last piece has come."""
-        piece = self._conversation.last
-        body, generation = self._body, self._conversation.generation
-        params = generation.params
+    def _response(self) -> dict[str, Any]:
+        """Return the response so far; it is in progress until its last piece has come."""
+        body, conversation = self._body, self._conversation
+        piece, params, usage = conversation.last, conversation.params, conversation.usage()
         whole = piece is not None and piece.finish_reason == "stop"
-        usage = generation.usage()
         return {
-            "id": generation.name,
+            "id": conversation.name,
             "object": "response",
             "created_at": self._created,
             "completed_at": int(time.time()) if piece is not None else None,
@@ -188,7 +185,7 @@ class _Answer:
             "model": body.model,
             "previous_response_id": None,
             "instructions": body.instructions,
-            "output": [self._item(block, "completed") for block in blocks],
+            "output": [_item(block, "completed") for block in conversation.blocks.ended],
             "error": None,
             "tools": [
                 {"description": None, "parameters": None, "strict": None, **tool}
@@ -222,6 +219,25 @@ class _Answer:
             "safety_identifier": None,
             "prompt_cache_key": None,
         }
+
+
+def _id(block: Block) -> str:
+    prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
+    return f"{prefix}-{block.key}"
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    """Return an item of the output; without its text while it is in progress."""
+    head = {"id": _id(block), "status": status}
+    if block.call is not None:
+        return {
+            **head, "type": "function_call", "call_id": f"call_{block.key[:9]}",
+            "name": block.call.name, "arguments": block.text,
+        }  # fmt: skip
+    content = [] if status == "in_progress" else [_part(block, block.text)]
+    if block.kind == "reasoning":
+        return {**head, "type": "reasoning", "summary": [], "content": content}
+    return {**head, "type": "message", "role": "assistant", "content": content}
 
 
 def _part(block: Block, text: str) -> dict[str, Any]:

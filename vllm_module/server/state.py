@@ -6,28 +6,20 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_module.base.messages import shorten
 from vllm_module.runtime.async_llm import AsyncLLM
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.metrics import Histograms
+from vllm_module.server.protocol import TemplateOptions
 from vllm_module.server.tools import Formats
 
 
 def new_id(kind: str) -> str:
     """Return a new id of a request."""
     return f"{kind}-{uuid.uuid4().hex}"
-
-
-class TemplateOptions(Protocol):
-    """How the messages of a request become a prompt."""
-
-    reasoning_effort: str | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    chat_template_kwargs: dict[str, Any]
 
 
 @dataclass
@@ -69,7 +61,7 @@ class State:
         return self.engine().llm.get_tokenizer()
 
     async def prompts(
-        self, name: str, value: Any, special: bool | None = None, salt: str | None = None
+        self, name: str, value: Any, special: bool | None = None
     ) -> list[dict[str, Any]]:
         """Return the prompts in a field; a thread tokenizes texts without special tokens."""
         listed = listed_prompts(name, value)
@@ -78,30 +70,28 @@ class State:
             raise ApiError(400, message, name)
         found = []
         for each in listed:
-            kind = "prompt" if isinstance(each, str) else "prompt_token_ids"
-            prompt: dict[str, Any] = {kind: each}
+            prompt = {"prompt" if isinstance(each, str) else "prompt_token_ids": each}
             if special is False and isinstance(each, str):
-                ids = await asyncio.to_thread(self.tokenizer().encode, each, False)
-                prompt["prompt_token_ids"] = ids
-            found.append(prompt if salt is None else {**prompt, "cache_salt": salt})
+                encode = self.tokenizer().encode
+                prompt["prompt_token_ids"] = await asyncio.to_thread(encode, each, False)
+            found.append(prompt)
         return found
 
     async def chat_prompt(
         self, messages: Any, options: TemplateOptions, tools: Sequence[Any] = ()
     ) -> dict[str, Any]:
         """Return a conversation as a prompt, which another process formats."""
-        llm = self.engine().llm
+        llm, continues = self.engine().llm, options.continue_final_message
         variables = {
             **options.chat_template_kwargs,
-            "add_generation_prompt": options.add_generation_prompt,
-            "continue_final_message": options.continue_final_message,
+            # A message that is continued is followed by no prompt for another one.
+            "add_generation_prompt": options.add_generation_prompt and not continues,
+            "continue_final_message": continues,
         }
         if options.reasoning_effort is not None:
             variables["reasoning_effort"] = options.reasoning_effort
         if tools:
             variables["tools"] = list(tools)
-        if options.continue_final_message:
-            variables["add_generation_prompt"] = False
         return await asyncio.to_thread(lambda: llm.chat_prompt(messages, **variables))
 
 

@@ -7,11 +7,38 @@ import base64
 import struct
 from typing import Any
 
+from pydantic import Field
+
 from vllm_module.runtime.pooling_params import PoolingParams
 from vllm_module.server.conversation import checked_messages
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import DetokenizeBody, EmbeddingBody, TokenizeBody
+from vllm_module.server.protocol import ANY, Body, Listed, TemplateOptions
 from vllm_module.server.state import State
+
+
+class EmbeddingBody(Body):
+    """The body of /v1/embeddings."""
+
+    unsupported = {"user": ANY}
+    input: Any
+    encoding_format: str = Field(default="float", pattern="^(float|base64)$")
+    dimensions: int | None = Field(default=None, ge=1)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # vLLM's; -1: as many as fit
+
+
+class TokenizeBody(Body, TemplateOptions):
+    """The body of /tokenize: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: Listed[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    tokens: Listed[int]
 
 
 async def embeddings(state: State, body: EmbeddingBody) -> dict[str, Any]:

@@ -118,12 +118,8 @@ class AnswerForm:
 def call_entry(call: ToolCall) -> dict[str, Any]:
     """Return a call as the protocol has it, with a new id."""
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": new_call_id(), "type": "function", "function": function}
-
-
-def new_call_id() -> str:
-    """Return an id of nine letters and digits, because Mistral's templates take no other."""
-    return secrets.token_hex(5)[:9]
+    number = secrets.token_hex(5)[:9]  # nine letters and digits: Mistral's templates take no other
+    return {"id": number, "type": "function", "function": function}
 
 
 def _checked_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
