@@ -201,8 +201,8 @@ def _refuse_shared(plan: LoadPlan, adapted: dict[nn.Module, dict[str, _LowRank]]
         parameter for module in plan.module.modules() for parameter in module._parameters.values()
     )
     for path, module in plan.module.named_modules():
-        held = module.parameters(recurse=False) if module in adapted else ()
-        if any(holders[parameter] > 1 for parameter in held):
+        names = getattr(module, "parameter_names", ("weight",)) if module in adapted else ()
+        if any(holders[module.get_parameter(name)] > 1 for name in names):
             raise UnsupportedModelError(
                 f"{path} has an adapter, and shares its weight with another layer "
                 "(tie_word_embeddings), which a merge would change as well, and the adapter does "
