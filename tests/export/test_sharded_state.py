@@ -341,6 +341,8 @@ def test_other_settings_are_refused_by_name(written: Callable[[str], Written]) -
         ("architectures", {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}),
         ("num_key_value_heads 2, and 1", {"hf_overrides": {"num_key_value_heads": 1}}),
         ("head_dim 16, and 8", {"hf_overrides": {"head_dim": 8, "num_attention_heads": 8}}),
+        # A wrapped model declares fewer entries, so files of one kind are not the other's.
+        ("and None .*hf_overrides or model_impl", {"model_impl": "transformers"}),
     ]
     for message, settings in asked:
         with pytest.raises(UnsupportedModelError, match=message):

@@ -89,7 +89,8 @@ class Manifest(_Strict):
         cutting = cutting_entries(config)
         for name in sorted({*cutting, *self.config}):
             if cutting.get(name) != self.config.get(name):
-                raise _written(name, self.config.get(name), cutting.get(name))
+                by = "hf_overrides or model_impl"
+                raise _written(name, self.config.get(name), cutting.get(name), by)
         if asked.dtype not in ("auto", self.dtype):
             raise _written("dtype", self.dtype, asked.dtype)
         if asked.enable_expert_parallel != self.enable_expert_parallel:
@@ -126,10 +127,12 @@ def _requested(held: dict[str, Any] | None) -> Any:
     return held["scheme"] if held and set(held) == {"scheme"} else held
 
 
-def _written(setting: str, held: object, asked: object) -> UnsupportedModelError:
+def _written(setting: str, held: object, asked: object, by: str = "") -> UnsupportedModelError:
+    """Return the error; ``by`` names the arguments that choose the setting, if it is none."""
+    how = f" ({by})" if by else ""
     return UnsupportedModelError(
         f"the sharded state was written with {setting} {held!r}, and {asked!r} was asked for: ask "
-        "for what it has, or shard the original checkpoint again with the other setting"
+        f"for what it has{how}, or shard the original checkpoint again with the other setting"
     )
 
 
