@@ -176,7 +176,7 @@ def code_rows_matmul(
 
     """
     rows = x.reshape(-1, x.shape[-1]).float()
-    inputs, place, starts = weight.order, _places(tuple(weight.places)), _NOTHING
+    inputs, place, starts = weight.order, _places(tuple(weight.places)), _places(())
     if weight.group_of is not None:
         inputs, place, starts = _by_group(weight)
     if inputs is not None:
