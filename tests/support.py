@@ -148,6 +148,8 @@ def exit_codes(pids: Sequence[int]) -> list[int]:
 def as_program(script: str, *arguments: str) -> None:
     """Run ``script`` in this fork as Python would; the fork ends when its parent has ended."""
     end_with(os.getppid())
+    # The process that this is a fork of may have been started while an engine blocked the signal.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
