@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from hypothesis import settings
 from safetensors.torch import save_file
 from transformers.utils import logging
 
 from vllm_module.cli import main
+from vllm_module.kernels.matmul import gguf_blocks
 
 Tensors = dict[str, torch.Tensor]
 
@@ -129,3 +131,24 @@ def run(
         return Result(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def _few_examples() -> Iterator[None]:
+    """Draw few: the laws are held with many in tests/laws, and here the layers are what is new."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("few", settings.get_profile("ci"), max_examples=4)
+    settings.load_profile("few")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.fixture
+def _finite_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the scale of a block from one byte."""
+
+    def finite(blocks: torch.Tensor, at: int) -> torch.Tensor:
+        return blocks[:, at : at + 1].float() / 4096
+
+    # Replaced: the laws draw random bytes, and two of them may be NaN as a float16.
+    monkeypatch.setattr(gguf_blocks, "_half", finite)

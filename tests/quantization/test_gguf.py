@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -26,13 +24,11 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightReadError,
 )
-from vllm_module.kernels.matmul import gguf_blocks
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
-from vllm_module.layers import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm_module.layers import MergedColumnParallelLinear
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import rules_for
 from vllm_module.quantization.gguf import GGUFMethod
-from vllm_module.testing import LAWS
 from vllm_module.weights import open_checkpoint
 
 WITHIN = 1e-4  # of each logit, in float32, as in tests/models
@@ -308,28 +304,6 @@ def test_updates_fill_blocks_in_place(gguf_file: Callable[[str, str], Written]) 
         model.update_weights({name.replace("q6_k", "q4_0"): blocks[..., :18]})
 
 
-@pytest.mark.parametrize(
-    ("kind", "at", "value"),
-    [
-        ("Q4_0", 0, 0x7C00), ("Q8_0", 0, 0xFC00), ("Q4_K", 0, 0x7E00), ("Q4_K", 2, 0x7C01),
-        ("Q5_K", 2, 0xFC00), ("Q6_K", 208, 0x7C00), ("IQ3_S", 0, 0x7C00), ("MXFP4", 0, 0x01FF),
-    ],
-)  # fmt: skip
-def test_a_scale_that_is_not_finite_is_refused(kind: str, at: int, value: int) -> None:
-    """The error names the tensor and the slot that has infinity or NaN for a scale or offset."""
-    block = BLOCK_TYPES[kind]
-    layer = MergedColumnParallelLinear(512, [3, 3], bias=False, shard_names=["gate", "up"])
-    layer.quantize(GGUFMethod((("gate", kind), ("up", kind))))
-    name = f"weight_{kind.lower()}"
-    blocks = torch.zeros(3, 512 // block.values, block.nbytes, dtype=torch.uint8)
-    layer.load_weights({f"gate.{name}": blocks, f"up.{name}": blocks})
-    broken = blocks.clone()
-    broken[2, 1, at] = value & 0xFF
-    broken[2, 1, at + 1] = value >> 8
-    with pytest.raises(WeightReadError, match=rf"{name} \(slot 'up'\) has (-?inf|nan), and all"):
-        layer.update_weights({f"up.{name}": broken})
-
-
 @pytest.mark.parametrize("kinds", [*permutations(("Q4_0", "Q8_0", None))], ids=str)
 def test_the_scales_of_every_type_of_a_layer_are_looked_at(kinds: tuple[str | None, ...]) -> None:
     """One infinite scale, in each slot alone, whichever type comes first."""
@@ -403,44 +377,3 @@ def test_types_in_a_configuration_are_checked(tmp_path: Path) -> None:
         rules_for(None, {"quant_method": "gguf", "types": {"a": "NVFP4"}})
     with pytest.raises(UnsupportedModelError, match="quantized already, by 'gguf'"):
         rules_for("fp8", {"quant_method": "gguf", "types": {}})
-
-
-class Projections(vLLMModule):
-    """A fused layer with three types among its slots, rows in turns, and a layer cut by input."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.qkv_proj = QKVParallelLinear(32, 32, 4, 2, stored_rotary_pairs=True)
-        types = (("q_proj_pairs", kind), ("k_proj_pairs", None), ("v_proj", "Q8_0"))
-        self.qkv_proj.quantize(GGUFMethod(types))
-        self.o_proj = RowParallelLinear(128, 32)
-        self.o_proj.quantize(GGUFMethod(((None, kind),)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x).split(self.qkv_proj.output_sizes, -1)
-        heads = q.shape[-1] // k.shape[-1]  # of q for each of k and v
-        kv = (k * v).unflatten(-1, (-1, 32)).repeat_interleave(heads, -2)
-        return self.o_proj(q * kv.flatten(-2))
-
-
-@pytest.fixture
-def _few_examples() -> Iterator[None]:
-    """Draw few: the laws are held with many in tests/laws, and here the slots are what is new."""
-    before = settings.get_current_profile_name()
-    settings.register_profile("gguf", settings.get_profile("ci"), max_examples=4)
-    settings.load_profile("gguf")
-    yield
-    settings.load_profile(before)
-
-
-@pytest.mark.usefixtures("_few_examples")
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_layers_in_blocks_keep_the_laws(law: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot has its own type, and all that is promised of loading holds."""
-
-    def finite(blocks: torch.Tensor, at: int) -> torch.Tensor:
-        return blocks[:, at : at + 1].float() / 4096  # random bytes may be NaN as a float16
-
-    monkeypatch.setattr(gguf_blocks, "_half", finite)
-    kinds = st.sampled_from(["Q4_0", "Q8_0"])
-    law(Projections, kinds, inputs=lambda model: (torch.ones(2, 32) / 32,))

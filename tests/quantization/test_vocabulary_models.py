@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from vllm_module import LLM, ModelConfig, QuantizationConfig, SamplingParams, get_model
@@ -19,7 +17,6 @@ from vllm_module.distributed import run_ranks
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.compressed import convert
 from vllm_module.export.sharded_state import shard
-from vllm_module.kernels.matmul import gguf_blocks
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.quantization import Rules, quantize
 from vllm_module.quantization.gguf import GGUFMethod
@@ -102,25 +99,10 @@ class Logits(of.Vocabulary):
         return logits
 
 
-@pytest.fixture
-def _few_examples() -> Iterator[None]:
-    """Draw few: the laws are held with many in tests/laws, and here the ties are what is new."""
-    before = settings.get_current_profile_name()
-    settings.register_profile("vocabulary", settings.get_profile("ci"), max_examples=4)
-    settings.load_profile("vocabulary")
-    yield
-    settings.load_profile(before)
-
-
-@pytest.mark.usefixtures("_few_examples")
+@pytest.mark.usefixtures("_few_examples", "_finite_blocks")
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_a_tied_vocabulary_keeps_the_laws(law: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_vocabulary_keeps_the_laws(law: Any) -> None:
     """All that is promised of loading holds for one tensor in two layers, with its scales."""
-
-    def finite(blocks: torch.Tensor, at: int) -> torch.Tensor:
-        return blocks[:, at : at + 1].float() / 4096  # random bytes may be NaN as a float16
-
-    monkeypatch.setattr(gguf_blocks, "_half", finite)
     law(Logits, st.sampled_from([*FORMULAS, "Q8_0", "Q4_0"]), inputs=lambda model: (IDS,))
 
 

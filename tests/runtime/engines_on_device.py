@@ -46,6 +46,7 @@ def on_device() -> Iterator[Any]:
         return called
 
     with device.serving(MEMORY), pytest.MonkeyPatch.context() as patch:
+        # Wrapped: the device refuses waits and launches only inside of a step, and is told of it.
         patch.setattr(ModelRunner, "run", stepping(ModelRunner.run))
         patch.setattr(engine, "sample", stepping(sampler.sample))
         yield device

@@ -21,6 +21,9 @@ folders, generated, on_device, GREEDY = (
 )
 
 
+# The faults below replace a part of the product by one that does what the device has to refuse.
+
+
 def later(function: Any) -> Any:
     """Return a fault of a layer's forward pass: ``function`` is called with its hidden states."""
 

@@ -59,7 +59,7 @@ class Keys:
             raise ApiError(403, "this is for operators: start the server with an admin key")
         given = headers.get("authorization", "")
         own = given[7:] if given[:7].lower() == "bearer " else ""
-        key = own or headers.get("x-api-key", "")  # the latter is Anthropic's
+        key = own or headers.get("x-api-key", "")  # the latter is of the Messages API
         digest = _digest(key.encode("latin-1"))  # the bytes that were sent
         keys = self._admin if right == "admin" else self._api + self._admin
         if not sum(hmac.compare_digest(digest, each) for each in keys):  # every key is compared

@@ -48,7 +48,7 @@ class MessagesBody(ConversationBody):
 
     @classmethod
     def told(cls, error: ApiError) -> dict[str, Any]:
-        """Return an error as Anthropic's clients know it."""
+        """Return an error in the shape that the Messages API has."""
         kinds = {
             401: "authentication_error", 403: "permission_error", 404: "not_found_error",
             413: "request_too_large", 503: "overloaded_error",

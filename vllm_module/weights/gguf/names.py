@@ -90,7 +90,7 @@ _GEMMA_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-# Weights that are looked up, or small: their layers cannot multiply by blocks.
+# Small weights, and keys that are stored transposed: their layers cannot multiply by blocks.
 _DEQUANTIZED = {"ffn_gate_inp", "ffn_gate_inp_shexp", "attn_k_b"}
 # Parameters that are no "weight", by the end of their name, with their suffix in the file.
 _WITHOUT_LAST = {"attn_sinks": "weight", "exp_probs_b": "bias"}
