@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_module.kernels.attention.attention_on_pages import attend_on_pages, takes_pages
 from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
 from vllm_module.kernels.attention.paged_layout import Alone, PagedLayout, Together
 
@@ -60,8 +61,14 @@ def attend(
 ) -> torch.Tensor:
     """Compute :func:`paged_attention_reference` in a layout that layers may share."""
     plain = softcap is None and alibi_slopes is None and sinks is None
-    outputs = []
-    parts = layout.parts(k_cache, query.dtype, _KEYS_AT_ONCE, sliding_window)
+    outputs, output = [], None
+    on_pages = takes_pages(query, k_cache, v_cache)
+    if on_pages and (singles := layout.single_tokens(k_cache, sliding_window)) is not None:
+        scores = softcap, alibi_slopes, sinks
+        output = attend_on_pages(query, k_cache, v_cache, singles, scale, sliding_window, *scores)
+        if singles.every:
+            return output
+    parts = layout.parts(k_cache, query.dtype, _KEYS_AT_ONCE, sliding_window, several=on_pages)
     for part in parts:
         rows = part.rows
         whole = isinstance(rows, slice) and rows.start == 0 and rows.stop == len(query)
@@ -90,7 +97,8 @@ def attend(
         if new is query:
             return result.contiguous()
         outputs.append(result)
-    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    if output is None:
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     for part, result in zip(parts, outputs, strict=True):
         output[part.rows] = result
     return output

@@ -49,6 +49,24 @@ class Together:
     bias: torch.Tensor
 
 
+@dataclass(frozen=True)
+class SingleTokens:
+    """Sequences of one new token each.
+
+    Attributes:
+        rows: the sequences' new tokens among those of the step, int64.
+        tables: their block tables, int32.
+        contexts: their numbers of tokens, int32, contiguous.
+        every: whether these are all tokens of the step.
+
+    """
+
+    rows: torch.Tensor
+    tables: torch.Tensor
+    contexts: torch.Tensor
+    every: bool
+
+
 def kinds(*tensors: torch.Tensor | None) -> tuple[object, ...]:
     """Return the shape, strides and dtype of each tensor."""
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors)
@@ -83,6 +101,7 @@ class PagedLayout:
         self._contexts: list[int] = context_lens.tolist()
         self._starts: list[int] = query_start_loc.tolist()
         self._parts: dict[object, list[Alone | Together]] = {}
+        self._singles: dict[object, SingleTokens | None] = {}
 
     def parts(
         self,
@@ -90,6 +109,7 @@ class PagedLayout:
         dtype: torch.dtype,
         keys_at_once: int,
         sliding_window: int | None,
+        several: bool = False,
     ) -> list[Alone | Together]:
         """Return the sequences with new tokens, those of one token in batches.
 
@@ -99,15 +119,46 @@ class PagedLayout:
             keys_at_once: largest number of elements of keys in a batch, unless it is one sequence.
             sliding_window: as for
                 :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
+            several: leave out sequences of one new token.
 
         """
-        key = cache.shape, dtype, keys_at_once, sliding_window
+        key = cache.shape, dtype, keys_at_once, sliding_window, several
         if key not in self._parts:
             self._parts[key] = self._divided(*key)
         return self._parts[key]
 
+    def single_tokens(self, cache: torch.Tensor, sliding_window: int | None) -> SingleTokens | None:
+        """Return the sequences of one new token, or ``None`` if there are none.
+
+        Raises ``IndexError`` if a page that they read is not in the cache.
+        """
+        key = cache.shape[:2], sliding_window
+        if key not in self._singles:
+            self._singles[key] = self._single_tokens(*key)
+        return self._singles[key]
+
+    def _single_tokens(self, shape: torch.Size, window: int | None) -> SingleTokens | None:
+        pages, page_size = shape
+        starts = torch.tensor(self._starts)
+        contexts = self._context_lens.squeeze(-1)
+        (own,) = ((starts.diff() == 1) & (contexts > 0)).nonzero(as_tuple=True)
+        if not len(own):
+            return None
+        tables, contexts = self._tables[own].int(), contexts[own].int()
+        first = (contexts - (window or 1 << 30)).clamp(min=0) // page_size
+        place = torch.arange(tables.shape[1])
+        read = (place >= first[:, None]) & (place < -(-contexts // page_size)[:, None])
+        if bool((((tables < 0) | (tables >= pages)) & read).any()):
+            raise IndexError("a page is not in the cache")
+        return SingleTokens(starts[own], tables, contexts, len(own) == self._starts[-1])
+
     def _divided(
-        self, shape: torch.Size, dtype: torch.dtype, keys_at_once: int, window: int | None
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        keys_at_once: int,
+        window: int | None,
+        several: bool,
     ) -> list[Alone | Together]:
         pages, page_size, kv_heads, head_size = shape
         elements = kv_heads * head_size
@@ -115,7 +166,7 @@ class PagedLayout:
         single: list[int] = []
         for sequence, context in enumerate(self._contexts):
             new = self._starts[sequence + 1] - self._starts[sequence]
-            if not new or not context:
+            if not new or not context or (several and new == 1):
                 continue
             alone = None
             if new > 1 or context * elements >= _VIEWED:

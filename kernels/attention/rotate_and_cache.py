@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_module.kernels.attention.attention_on_pages import rotate_on_pages, takes_rotation
 from vllm_module.kernels.attention.paged_layout import PagedLayout, kinds
 from vllm_module.kernels.attention.reshape_and_cache import (
     check_caches,
@@ -95,6 +96,12 @@ def rotate_and_cache(
     arguments = *heads, cos, sin, *stored, is_neox_style, q_weight, k_weight, eps, weight_offset
     if layout is not None:
         layout.checked.add(fits)
+        if takes_rotation(*heads, cos, sin, k_cache, v_cache, q_weight, k_weight):
+            rotate_on_pages(
+                query, key, value, cos, sin, k_cache, v_cache, slot_mapping, is_neox_style,
+                q_weight, k_weight, eps, weight_offset,
+            )  # fmt: skip
+            return query
         return _in_torch(partial(store_in_torch, inside=layout.slot_bounds[0] >= 0), *arguments)
     _rotate_and_cache(*arguments)
     return query

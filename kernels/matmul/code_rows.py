@@ -11,10 +11,9 @@ import itertools
 import logging
 import math
 import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ _GAIN = 0.9  # largest share of the time of dequantizing first that the loops ma
 _ROUNDS = 5
 _WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
 _NOTHING = torch.empty(0, device="cpu")
+_MOST_TOLD = 1 << 14  # weights of which it is kept what the loops are told; some 500 bytes each
 
 
 class CodeRows(NamedTuple):
@@ -154,6 +154,41 @@ def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+def multiplied_by_codes(
+    x: torch.Tensor,
+    describe: Callable[..., CodeRows | None],
+    *weight: Any,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """Return the product of :func:`code_rows_matmul`; ``None`` if the loops do not compute it.
+
+    What the loops are told of a weight is kept by the addresses of its tensors: to find it out
+    takes longer than to multiply by a small weight. No tensor of the weight is kept.
+
+    Args:
+        x, bias, dtype: as for :func:`code_rows_matmul`.
+        describe: a function of this module that returns :class:`CodeRows`.
+        weight: its arguments; the first one is a tensor that holds the codes.
+
+    """
+    if not takes_code_rows(x, weight[0]):
+        return None
+    key = describe, *(_memory(each) if isinstance(each, torch.Tensor) else each for each in weight)
+    told = _told.get(key)
+    if told is None:
+        codes = describe(*weight)
+        if codes is None:
+            return None
+        told, made = _tell(codes)
+        given = {each.data_ptr() for each in weight if isinstance(each, torch.Tensor)}
+        if codes.group_of is None and not made and _addresses(codes) <= given:
+            if len(_told) >= _MOST_TOLD:
+                _told.clear()
+            _told[key] = told
+    return _product(x, told, bias, dtype)
+
+
 def code_rows_matmul(
     x: torch.Tensor,
     weight: CodeRows,
@@ -175,29 +210,89 @@ def code_rows_matmul(
         ImportError: numba is not installed.
 
     """
-    rows = x.reshape(-1, x.shape[-1]).float()
-    inputs, place, starts = weight.order, _places(tuple(weight.places)), _places(())
+    told, made = _tell(weight)
+    product = _product(x, told, bias, dtype)
+    del made  # the loops have read it
+    return product
+
+
+class _Told(NamedTuple):
+    """What the loops are told of a weight.
+
+    Attributes:
+        kind, ordered: which loops they are.
+        zero: their first number.
+        numbers: address and shape of each argument but ``x`` and ``y``.
+        order: the input of each number in the order of rows; ``None`` if that is their order.
+        outputs: number of outputs.
+
+    """
+
+    kind: int
+    ordered: bool
+    zero: int
+    numbers: tuple[int, ...]
+    order: torch.Tensor | None
+    outputs: int
+
+
+_told: dict[object, _Told] = {}
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
+
+
+def _addresses(weight: CodeRows) -> set[int]:
+    """Return where the numbers of a weight are, but for its constants."""
+    tensors = weight.rows, weight.scales, weight.zeros
+    return {each.data_ptr() for each in tensors if each is not None and each.numel()}
+
+
+def _tell(weight: CodeRows) -> tuple[_Told, list[torch.Tensor]]:
+    """Return what the loops are told of a weight, and tensors made for that, which they read."""
+    order, place, starts = weight.order, _places(tuple(weight.places)), _places(())
+    made = []
     if weight.group_of is not None:
-        inputs, place, starts = _by_group(weight)
-    if inputs is not None:
-        rows = rows.index_select(1, inputs)
+        order, place, starts = _by_group(weight)
+        made += [place, starts]
     output = weight.outputs
-    y = rows.new_empty(len(rows), -(-output // 8) * 8)
     given = {
-        "x": rows,
         "rows": weight.rows,
         "scales": weight.scales,
         "zeros": weight.rows.new_empty(output, 0) if weight.zeros is None else weight.zeros,
         "table": _NOTHING if weight.table is None else weight.table,
         "place": place,
         "starts": starts,
-        "y": y,
     }
-    _multiply(weight.kind, weight.group_of is not None)(weight.zero, given)
-    product = y[:, :output]
+    assert weight.rows.dtype == (torch.int32 if weight.kind == DOWN else torch.uint8)
+    numbers: list[int] = []
+    # The loops see addresses alone: another dtype would be other numbers, or other memory.
+    for name, tensor in given.items():
+        own = tensor.to(ARGUMENTS[name] or tensor.dtype).contiguous()
+        if own is not tensor:
+            made.append(own)
+        numbers += own.data_ptr(), *own.shape
+    ordered = weight.group_of is not None
+    return _Told(weight.kind, ordered, weight.zero, tuple(numbers), order, output), made
+
+
+def _product(
+    x: torch.Tensor, told: _Told, bias: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.dtype != torch.float32:
+        rows = rows.float()
+    rows = rows.contiguous() if told.order is None else rows.index_select(1, told.order)
+    count, columns = rows.shape
+    padded = -(-told.outputs // 8) * 8
+    y = rows.new_empty(count, padded)
+    own, result = (rows.data_ptr(), count, columns), (y.data_ptr(), count, padded)
+    _multiply(told.kind, told.ordered)((told.zero, *own, *told.numbers, *result))
+    product = y if padded == told.outputs else y[:, : told.outputs]
     if bias is not None:
         product = product + bias
-    return product.to(dtype or x.dtype).reshape(*x.shape[:-1], output)
+    return product.to(dtype or x.dtype).reshape(*x.shape[:-1], told.outputs)
 
 
 def _by_group(weight: CodeRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -303,33 +398,17 @@ def _order_of(size: int, bits: int, width: int, order: Sequence[int] | None) -> 
     return words.view(size, in_byte).t().reshape(-1)
 
 
-def _multiply(kind: int, ordered: bool) -> Callable[[int, dict[str, torch.Tensor]], None]:
+def _multiply(kind: int, ordered: bool) -> Callable[[Iterable[int]], None]:
     """Return the loops for torch's number of threads. Raises ``ImportError`` without numba."""
     return _loops(kind, ordered, torch.get_num_threads())
 
 
 @functools.cache
-def _loops(
-    kind: int, ordered: bool, threads: int
-) -> Callable[[int, dict[str, torch.Tensor]], None]:
+def _loops(kind: int, ordered: bool, threads: int) -> Callable[[Iterable[int]], None]:
     try:
         compiled = compiled_multiply(kind, ordered)
     except ModuleNotFoundError as error:
         raise ImportError(
             "multiplying codes on a CPU needs numba: pip install numba (the extra vllm-module[cpu])"
         ) from error
-    call = in_threads(compiled.address, threads)
-
-    def multiply(zero: int, given: dict[str, torch.Tensor]) -> None:
-        assert given["rows"].dtype == (torch.int32 if kind == DOWN else torch.uint8)
-        # The loops see addresses alone: another dtype would be other numbers, or other memory.
-        own = [
-            given[name].to(dtype or given[name].dtype).contiguous()
-            for name, dtype in ARGUMENTS.items()
-        ]
-        numbers = array("q", [zero])
-        for tensor in own:
-            numbers.extend((tensor.data_ptr(), *tensor.shape))
-        call(numbers.buffer_info()[0])
-
-    return multiply
+    return in_threads(compiled, threads)

@@ -19,7 +19,7 @@ import torch
 
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes
 from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
-from vllm_module.kernels.matmul.torch_threads import pointer, tell_numba, thread, threads
+from vllm_module.kernels.matmul.torch_threads import compiled, pointer, thread, threads
 
 # What the loops are given, in this order; see code_rows.CodeRows. Of rows the kind says the dtype.
 ARGUMENTS = {
@@ -33,12 +33,6 @@ ARGUMENTS = {
     "y": torch.float32,
 }
 _AT_ONCE = 32  # outputs of two threads are not in one line of a cache
-# Sums may be taken in any order. Infinities and NaN stay what they are.
-_OPTIONS: dict[str, Any] = {
-    "error_model": "numpy",
-    "boundscheck": False,
-    "fastmath": {"contract", "reassoc", "nsz"},
-}
 
 
 def _by_group(
@@ -111,7 +105,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    from numba import carray, cfunc, types  # type: ignore[attr-defined]  # numba lists few names
+    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
     down, planes = kind == DOWN, PLANES.get(kind, 1)
@@ -120,7 +114,6 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
     stored = np.int32 if down else np.uint8
     written = _written()
-    tell_numba()
     for function in (*compiled_codes.USED, *compiled_blocks.USED):
         register_jitable(function)
     for inlined in (write, product, _by_group, _products):
@@ -165,7 +158,6 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
                 for n in range(0, together, 4):
                     _products(x, values[n : n + 4], first + n, y)
 
-    compiled = cfunc(types.void(types.CPointer(types.int64)), cache=True, **_OPTIONS)
     return compiled(multiply)
 
 

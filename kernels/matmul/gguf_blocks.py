@@ -13,7 +13,7 @@ import torch
 
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.experts.grouped_matmul_mxfp4 import E2M1
-from vllm_module.kernels.matmul.code_rows import block_rows, code_rows_matmul, takes_code_rows
+from vllm_module.kernels.matmul.code_rows import block_rows, multiplied_by_codes
 from vllm_module.kernels.matmul.gguf_codebooks import codebook
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.linear import linear
@@ -97,8 +97,9 @@ def blocks_matmul(
         raise ValueError(f"x must have {columns} features, as the weight, got {list(x.shape)}")
     if bias is not None:
         expect("bias", bias, (output,), (x.dtype,), x)
-    if takes_code_rows(x, blocks) and (codes := block_rows(blocks, kind)) is not None:
-        return code_rows_matmul(x, codes, bias)
+    product = multiplied_by_codes(x, block_rows, blocks, kind, bias=bias)
+    if product is not None:
+        return product
     step = max(1, _CHUNK // max(1, columns))
     parts = []
     for first in range(0, output, step):

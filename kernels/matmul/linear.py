@@ -34,6 +34,8 @@ class Products(NamedTuple):
             float32 matmuls.
         codes: largest number of rows that are multiplied by the codes of quantized weights
             (:mod:`~vllm_module.kernels.matmul.code_rows`), instead of dequantizing a weight first.
+        pages: True for attention of single tokens that reads a cache's pages where they are
+            (:mod:`~vllm_module.kernels.attention.attention_on_pages`).
 
     """
 
@@ -41,6 +43,7 @@ class Products(NamedTuple):
     few: bool = False
     many: bool = False
     codes: int = 0
+    pages: bool = False
 
     def use_onednn(self, rows: int) -> bool:
         """Return whether oneDNN computes a matmul of ``rows`` rows."""
@@ -64,6 +67,11 @@ def products(chosen: Products) -> Iterator[None]:
 def most_rows_of_codes() -> int:
     """Return :attr:`Products.codes` of the block that this thread is in."""
     return _products.get().codes
+
+
+def attends_on_pages() -> bool:
+    """Return :attr:`Products.pages` of the block that this thread is in."""
+    return _products.get().pages
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.matmul.code_rows import code_rows_matmul, packed_rows, takes_code_rows
+from vllm_module.kernels.matmul.code_rows import multiplied_by_codes, packed_rows
 from vllm_module.kernels.matmul.matmul_configurations import packed_config_of
 from vllm_module.kernels.matmul.packed_matmul_tiles import (
     PackedProduct,
@@ -94,10 +94,10 @@ def packed_matmul_reference(
 ) -> torch.Tensor:
     """Dequantize some rows of the weight at a time and multiply, in plain torch."""
     packing = Packing.of(bits, along, order)
-    if takes_code_rows(x, words):
-        codes = packed_rows(words, scales, packing, group_size, zeros, group_of, codebook)
-        if codes is not None:
-            return code_rows_matmul(x, codes, bias)
+    weight = words, scales, packing, group_size, zeros, group_of, codebook
+    product = multiplied_by_codes(x, packed_rows, *weight, bias=bias)
+    if product is not None:
+        return product
     parts, first = [x.new_empty(*x.shape[:-1], 0)], 0
     for rows in dequantized_rows(
         words, scales, packing, group_size, x.dtype, zeros, group_of, codebook

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
 from vllm_module.kernels.matmul.code_rows import (
-    code_rows_matmul,
     eight_bit_rows,
-    takes_code_rows,
+    multiplied_by_codes,
 )
 from vllm_module.kernels.matmul.matmul_configurations import (
     ScaledWeight,
@@ -124,14 +123,14 @@ def scaled_matmul_reference(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Dequantize to ``dtype`` and multiply, in plain torch; no input is quantized."""
-    if takes_code_rows(x, weight):
-        codes = eight_bit_rows(weight, scale, (block_rows, block_columns))
-        if codes is not None:
-            return code_rows_matmul(x, codes, bias, dtype)
+    block = block_rows, block_columns
+    product = multiplied_by_codes(x, eight_bit_rows, weight, scale, block, bias=bias, dtype=dtype)
+    if product is not None:
+        return product
     if x.dtype == _FP8:
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
         x = dequantized_input(rows, input_scale, block_columns, dtype).view(x.shape)
-    wide = dequantize(weight, scale, (block_rows, block_columns), dtype)
+    wide = dequantize(weight, scale, block, dtype)
     return F.linear(x.to(dtype), wide, bias)
 
 

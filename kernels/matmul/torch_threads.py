@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ import torch
 
 # Functions of OpenMP's run-time library.
 _THREAD, _THREADS = "omp_get_thread_num", "omp_get_num_threads"
+# Sums may be taken in any order. Infinities and NaN stay what they are.
+_OPTIONS: dict[str, Any] = {
+    "error_model": "numpy",
+    "boundscheck": False,
+    "fastmath": {"contract", "reassoc", "nsz"},
+}
 
 
 def thread() -> Any:
@@ -80,15 +87,37 @@ def tell_numba() -> None:
     overload(pointer)(lambda address, dtype: lambda address, dtype: casting(address, dtype))
 
 
-def in_threads(function: int, threads: int) -> Callable[[int], None]:
+def compiled(function: Any) -> Any:
+    """Return a function of an address, compiled by numba as one of C.
+
+    The first call on a machine compiles for some seconds; numba keeps the result in its cache, as
+    long as the file of ``function`` does not change.
+
+    Raises:
+        ImportError: numba is not installed, or torch's threads are not those of OpenMP.
+
+    """
+    from numba import cfunc, types
+
+    tell_numba()
+    return cfunc(types.void(types.CPointer(types.int64)), cache=True, **_OPTIONS)(function)
+
+
+def in_threads(function: Any, threads: int) -> Callable[[Iterable[int]], None]:
     """Return what calls a function once in each of some threads of torch, and waits for all.
 
     Args:
-        function: address of a C function whose argument is an address.
+        function: what :func:`compiled` returns. It is given the address of the call's integers, of
+            64 bits.
         threads: largest number of threads.
 
     """
     parallel = _library().GOMP_parallel
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
-    return lambda argument: parallel(function, argument, threads, 0)
+
+    def call(numbers: Iterable[int]) -> None:
+        held = array("q", numbers)
+        parallel(function.address, held.buffer_info()[0], threads, 0)
+
+    return call

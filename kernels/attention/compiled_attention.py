@@ -1,0 +1,238 @@
+"""Loops of a step's attention, which numba compiles for this CPU.
+
+They are no operations by themselves: they belong to
+:mod:`~vllm_module.kernels.attention.attention_on_pages`, and need the extra ``cpu``.
+
+Each is a function of C whose argument is the address of integers of 64 bits: addresses of tensors,
+strides in elements, sizes, and floats as the bits of a float64. Features are side by side in
+memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vllm_module.kernels.matmul.torch_threads import compiled, pointer, thread, threads
+
+
+def _score(query: Any, key: Any, scale: Any, cap: Any, at: Any, scores: Any) -> None:
+    """Write the scores of a key for some heads."""
+    for head in range(len(query)):
+        own, total = query[head], np.float32(0)
+        for feature in range(len(key)):
+            total += own[feature] * key[feature]
+        total *= scale
+        scores[head, at] = cap * np.tanh(total / cap) if cap else total
+
+
+def _add(weights: Any, at: Any, value: Any, sums: Any) -> None:
+    """Add a value to the sums of some heads."""
+    for head in range(len(sums)):
+        own, weight = sums[head], weights[head, at]
+        for feature in range(len(value)):
+            own[feature] += weight * value[feature]
+
+
+def _softmax(scores: Any, largest: Any) -> None:
+    """Replace scores by weights; ``largest`` is a score without a value, or minus infinity."""
+    most = largest
+    for score in scores:
+        most = max(most, score)
+    total = np.exp(largest - most)
+    for at in range(len(scores)):
+        scores[at] = np.exp(scores[at] - most)
+        total += scores[at]
+    for at in range(len(scores)):
+        scores[at] /= total
+
+
+def _wide(stored: Any, out: Any) -> None:
+    """Write the numbers of bfloat16 bits."""
+    for at in range(len(stored)):
+        out[at] = np.uint32(np.uint32(stored[at]) << np.uint32(16)).view(np.float32)
+
+
+def _norm(x: Any, eps: Any) -> Any:
+    """Return one over the root mean square of a head."""
+    total = np.float32(0)
+    for feature in range(len(x)):
+        total += x[feature] * x[feature]
+    return np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
+
+
+def _normalize(x: Any, weight: Any, eps: Any, offset: Any, out: Any) -> None:
+    """Write the root mean square norm of a head, or the head if there is no weight."""
+    if len(weight):
+        factor = _norm(x, eps)
+        for feature in range(len(x)):
+            out[feature] = x[feature] * factor * (weight[feature] + offset)
+    else:
+        for feature in range(len(x)):
+            out[feature] = x[feature]
+
+
+def _rotate(x: Any, cos: Any, sin: Any, step: Any, apart: Any, out: Any) -> None:
+    """Write a head with its pairs rotated; a pair is ``apart``, and ``step`` from the next."""
+    for feature in range(2 * len(cos), len(x)):
+        out[feature] = x[feature]
+    for pair in range(len(cos)):
+        one, other = step * pair, step * pair + apart
+        a, b = x[one], x[other]
+        out[one] = a * cos[pair] - b * sin[pair]
+        out[other] = b * cos[pair] + a * sin[pair]
+
+
+def compiled_attention(bfloat16: bool) -> Any:
+    """Return the attention of one new token of each sequence to its pages.
+
+    A thread takes some heads of some sequences, and reads a token's keys for all of them before the
+    next token's, as they are in memory. Sums are float32, and a token's bits depend on its own
+    sequence alone.
+
+    Arguments: query with strides of tokens and heads; keys and values with strides of pages, tokens
+    and heads; block tables, int32, with the stride of sequences; contexts, int32; the row of each
+    sequence in query and output, int64; the number of sequences; output, contiguous; heads, KV
+    heads, head size, page size; the window or 0; slopes and sinks, float32, or 0; scale; the cap or
+    0. Query and output are float32.
+
+    Args:
+        bfloat16: whether the cache is; otherwise it is float32.
+
+    Raises:
+        ImportError: numba is not installed, or torch has no threads of OpenMP.
+
+    """
+    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
+    from numba.extending import register_jitable
+
+    stored, size = (np.uint16, 2) if bfloat16 else (np.float32, 4)
+    for inlined in (_score, _add, _softmax, _wide):
+        register_jitable(inline="always")(inlined)
+
+    def attend(argument: Any) -> None:
+        at = carray(argument, 26)
+        query_token, query_head = at[1], at[2]
+        sequences, heads, kv_heads, columns = at[15], at[17], at[18], at[19]
+        page_size, window = at[20], at[21]
+        contexts = carray(pointer(at[13], np.int32), (sequences,))
+        rows = carray(pointer(at[14], np.int64), (sequences,))
+        slopes = carray(pointer(at[22], np.float32), (heads if at[22] else 0,))
+        sinks = carray(pointer(at[23], np.float32), (heads if at[23] else 0,))
+        scale = np.float32(np.int64(at[24]).view(np.float64))
+        cap = np.float32(np.int64(at[25]).view(np.float64))
+        group, longest = heads // kv_heads, np.int64(0)
+        for sequence in range(sequences):
+            longest = max(longest, np.int64(contexts[sequence]))
+        query, sums = np.empty((heads, columns), np.float32), np.empty((heads, columns), np.float32)
+        scores = np.empty((heads, longest), np.float32)
+        wide = np.empty(columns, np.float32)
+        begin = sequences * kv_heads * thread() // threads()
+        end = sequences * kv_heads * (thread() + 1) // threads()
+        while begin < end:
+            sequence, low = begin // kv_heads, begin % kv_heads
+            high = min(kv_heads, low + end - begin)
+            begin += high - low
+            context, row = np.int64(contexts[sequence]), rows[sequence]
+            first = max(np.int64(0), context - window) if window else np.int64(0)
+            table = carray(pointer(at[11] + 4 * sequence * at[12], np.int32), (at[12],))
+            for head in range(low * group, high * group):
+                place = at[0] + 4 * (row * query_token + head * query_head)
+                query[head] = carray(pointer(place, np.float32), (columns,))
+                sums[head] = 0
+            for token in range(first, context):
+                place = table[token // page_size] * at[4] + token % page_size * at[5]
+                for kv_head in range(low, high):
+                    own = slice(kv_head * group, (kv_head + 1) * group)
+                    address = at[3] + size * (place + kv_head * at[6])
+                    key = carray(pointer(address, stored), (columns,))
+                    if bfloat16:
+                        _wide(key, wide)
+                        _score(query[own], wide, scale, cap, token - first, scores[own])
+                    else:
+                        _score(query[own], key, scale, cap, token - first, scores[own])
+            for head in range(low * group, high * group):
+                own_scores = scores[head, : context - first]
+                if at[22]:
+                    for token in range(first, context):
+                        own_scores[token - first] += slopes[head] * np.float32(token - context + 1)
+                _softmax(own_scores, sinks[head] if at[23] else np.float32(-np.inf))
+            for token in range(first, context):
+                place = table[token // page_size] * at[8] + token % page_size * at[9]
+                for kv_head in range(low, high):
+                    own = slice(kv_head * group, (kv_head + 1) * group)
+                    address = at[7] + size * (place + kv_head * at[10])
+                    value = carray(pointer(address, stored), (columns,))
+                    if bfloat16:
+                        _wide(value, wide)
+                        _add(scores[own], token - first, wide, sums[own])
+                    else:
+                        _add(scores[own], token - first, value, sums[own])
+            for head in range(low * group, high * group):
+                place = at[16] + 4 * (row * heads + head) * columns
+                out = carray(pointer(place, np.float32), (columns,))
+                for feature in range(columns):
+                    out[feature] = sums[head, feature]
+
+    return compiled(attend)
+
+
+def compiled_rotation() -> Any:
+    """Return the norm and rotation of a step's queries and keys, which are stored with values.
+
+    A thread takes some of the tokens. All numbers are float32.
+
+    Arguments: tokens; query, with strides of tokens and heads, and its heads; key and value, with
+    such strides; KV heads; head size; cos and sin, with the stride of tokens; the number of pairs,
+    the distance of one pair from the next, and that within a pair; caches of keys and values, with
+    strides of pages, tokens and heads; page size; slots, int64, with their stride; weights of query
+    and key, or 0; eps; the offset of the weights. The query is written. A slot below 0 stores
+    nothing.
+
+    Raises:
+        ImportError: numba is not installed, or torch has no threads of OpenMP.
+
+    """
+    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
+    from numba.extending import register_jitable
+
+    for function in (_norm, _normalize, _rotate):
+        register_jitable(function)
+
+    def rotate(argument: Any) -> None:
+        at = carray(argument, 35)
+        columns, pairs, step, apart, page_size = at[12], at[17], at[18], at[19], at[28]
+        eps = np.float32(np.int64(at[33]).view(np.float64))
+        offset = np.float32(np.int64(at[34]).view(np.float64))
+        q_weight = carray(pointer(at[31], np.float32), (columns if at[31] else 0,))
+        k_weight = carray(pointer(at[32], np.float32), (columns if at[32] else 0,))
+        normed = np.empty(columns, np.float32)
+        for token in range(at[0] * thread() // threads(), at[0] * (thread() + 1) // threads()):
+            cos = carray(pointer(at[13] + 4 * token * at[14], np.float32), (pairs,))
+            sin = carray(pointer(at[15] + 4 * token * at[16], np.float32), (pairs,))
+            for head in range(at[4]):
+                place = at[1] + 4 * (token * at[2] + head * at[3])
+                query = carray(pointer(place, np.float32), (columns,))
+                _normalize(query, q_weight, eps, offset, normed)
+                _rotate(normed, cos, sin, step, apart, query)
+            slot = carray(pointer(at[29] + 8 * token * at[30], np.int64), (1,))[0]
+            if slot < 0:
+                continue
+            page, inside = slot // page_size, slot % page_size
+            for head in range(at[11]):
+                place = at[5] + 4 * (token * at[6] + head * at[7])
+                key = carray(pointer(place, np.float32), (columns,))
+                place = at[20] + 4 * (page * at[21] + inside * at[22] + head * at[23])
+                _normalize(key, k_weight, eps, offset, normed)
+                _rotate(
+                    normed, cos, sin, step, apart, carray(pointer(place, np.float32), (columns,))
+                )
+                place = at[8] + 4 * (token * at[9] + head * at[10])
+                value = carray(pointer(place, np.float32), (columns,))
+                place = at[24] + 4 * (page * at[25] + inside * at[26] + head * at[27])
+                stored = carray(pointer(place, np.float32), (columns,))
+                for feature in range(columns):
+                    stored[feature] = value[feature]
+
+    return compiled(rotate)
