@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vllm_module.base.shared_memory import Offer, OfferedMemory
+from vllm_module.cooperative import Cooperation
 from vllm_module.cooperative.batches import lay_out
 from vllm_module.cooperative.choice import Facts, chosen, is_cached, reads_less
 from vllm_module.cooperative.wants import shared_rows
@@ -281,6 +282,24 @@ def test_tensors_of_every_kind_go_round(size: int) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(parts) == nbytes
     assert max(parts) < nbytes / size * 1.3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_counts_the_bytes_of_what_it_holds(size: int) -> None:
+    """Whoever read them; what lies between tensors in the ring is none of them."""
+    tensors = odd_tensors()
+    assert any(tensor.nbytes % 64 for tensor in tensors.values())
+
+    def load(rank: int) -> int:
+        checkpoint = PairsCheckpoint(SOURCE, tensors)
+        cooperation = Cooperation(checkpoint, COOPERATING["gather"], rank, size, 60.0)
+        with COOPERATING["telling_threads"]():
+            COOPERATING["load_by"](cooperation, vLLMModule.load_weights, Odd())
+        return cooperation.bytes_read
+
+    with COOPERATING["small_batches"](512, 3):
+        counted = run_ranks(size, load)
+    assert [*counted] == [sum(tensor.nbytes for tensor in tensors.values())] * size
 
 
 class Flattened(vLLMModule):

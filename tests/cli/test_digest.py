@@ -119,3 +119,27 @@ def test_files_are_compared_with_the_digests_beside_them(
     result = run("load", copy, "--digests", "--tp", 2)
     assert result.code == 1
     assert f"{name}: ranks 0, 1 read values whose digests" in " ".join(result.err.split())
+
+
+def test_tensors_that_only_one_side_has_are_named(run: Run, folder: Path, tmp_path: Path) -> None:
+    """A tensor that is gone, one that is new, and both at once have no equal digests."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    out, (gone, *_) = tmp_path / "digests.json", tensors
+    less = {name: each for name, each in tensors.items() if name != gone}
+    for stored, now, different in (
+        (tensors, less, [gone]),
+        (less, tensors, [gone]),
+        (tensors, less | {"new": tensors[gone]}, sorted((gone, "new"))),
+        (less, less | {"new": torch.zeros(0)}, ["new"]),
+        (less, less, []),
+    ):
+        out.unlink(missing_ok=True)
+        save_file(stored, tmp_path / "model.safetensors")
+        assert run("digest", tmp_path, "--out", out).code == 0
+        save_file(now, tmp_path / "model.safetensors")
+        result = run("digest", tmp_path, "--json")
+        assert (result.code, result.json["different"]) == (int(bool(different)), different)
+        for name in different:
+            assert name in " ".join(result.err.split())

@@ -136,6 +136,26 @@ def test_experts_on_hosts(run: Run, tmp_path: Path) -> None:
     assert [host["bytes_read"] - 2 * 4 * expert for host in hosts] == [other, other]
 
 
+@pytest.mark.parametrize("experts", [4, 5, 6, 7])
+def test_the_fullest_rank_of_a_group_says_how_many_tokens_fit(
+    run: Run, tmp_path: Path, experts: int
+) -> None:
+    """Ranks of one group hold keys of the same tokens; those with an expert more have less room."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "bfloat16",
+        "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+        "num_local_experts": experts, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    memory, page = 200_000, 16 * 2 * 2 * 8 * BF16  # 16 tokens: K and V, two layers, one head of 8
+    words = ("--tp", 2, "--expert-parallel-size", 4, "--nodes", 2, "--load-format", "dummy")
+    plan = run("plan", tmp_path, *words, "--memory", memory, "--json").json
+    fit = [(memory - rank["device_bytes"]) // page * 16 for rank in plan["ranks"]]
+    assert [host["kv_cache_tokens"] for host in plan["hosts"]] == [min(fit[:2]), min(fit[2:])]
+    assert len({*fit}) == (1 if experts % 4 == 0 else 2)
+
+
 def test_hosts_that_do_not_divide(run: Run, folder: Path, tmp_path: Path) -> None:
     """Numbers are in the message, and nothing is read; a picture has the hosts."""
     wrong = run("plan", folder, "--tp", 2, "--pp", 2, "--nodes", 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from vllm_module.base.process_groups import private_group
 from vllm_module.cooperative import moved, moving, receive_boxes, send_boxes
 from vllm_module.cooperative.nixl import FRAME
+from vllm_module.core.layout_of import layout_of_module
 from vllm_module.distributed import tensor_parallel
-from vllm_module.layers import MergedColumnParallelLinear
+from vllm_module.errors import RankError, WeightReadError
+from vllm_module.layers import MergedColumnParallelLinear, ReplicatedLinear
 from vllm_module.layout import Layout, TransferPlan
 from vllm_module.layout.messages import RELAYED
 from vllm_module.testing import random_weights
@@ -95,6 +98,55 @@ def test_ranks_of_a_host_relay_to_each_other(
     assert {(each.source, each.target) for each in plan.messages[RELAYED]} == {(0, 1), (1, 0)}
     for arrived in received(plan, source, weights, transport):
         torch.testing.assert_close(arrived, weights, rtol=0, atol=0)
+
+
+def linear(features: int, rows: int, dtype: torch.dtype) -> ReplicatedLinear:
+    return ReplicatedLinear(features, rows, bias=False, params_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("other", "version", "wrong"),
+    [
+        ((6, 4, torch.bfloat16), "1", None),
+        ((6, 4, torch.float16), "1", "by another plan"),
+        ((6, 4, torch.int16), "1", "by another plan"),
+        ((4, 6, torch.bfloat16), "1", "by another plan"),
+        ((3, 8, torch.bfloat16), "1", "by another plan"),
+        ((6, 4, torch.bfloat16), "", "of another version than '1'"),
+        ((6, 4, torch.bfloat16), "11", "of another version than '1'"),
+    ],
+)
+def test_a_message_of_as_many_bytes_for_another_plan_is_refused(
+    other: tuple[int, int, torch.dtype], version: str, wrong: str | None
+) -> None:
+    """Another dtype or shape of the same size would be read as numbers that nobody has sent."""
+    expects, sends = linear(6, 4, torch.bfloat16), linear(*other)
+    weights = {"weight": torch.arange(24, dtype=other[2]).view(other[1], other[0])}
+    for each in (expects, sends):
+        each.load_weights({"weight": torch.zeros(each.weight.shape, dtype=each.weight.dtype)})
+    sends.load_weights(weights)
+    layouts = [layout_of_module(each) for each in (sends, expects)]
+    plans = [TransferPlan(each, each) for each in layouts]
+    store = dist.HashStore()
+
+    def work(rank: int) -> dict[str, torch.Tensor]:
+        group = private_group(store, rank, 2, torch.device("cpu"), timedelta(seconds=LIMIT))
+        if rank:
+            return dict(receive_boxes(plans[1], group=group, timeout=LIMIT, weight_version="1"))
+        parameters = dict(sends.named_parameters())
+        with suppress(RankError):  # the other rank may have left
+            send_boxes(
+                plans[0], layouts[0], parameters, group=group, timeout=1.0, weight_version=version
+            )
+        return {}
+
+    with ThreadPoolExecutor(2) as threads:
+        _, arrived = (threads.submit(work, rank) for rank in range(2))
+        if wrong is None:
+            torch.testing.assert_close(arrived.result(), weights, rtol=0, atol=0)
+            return
+        with pytest.raises(WeightReadError, match=f"rank 0 sends weights {wrong}.*expects weight"):
+            arrived.result()
 
 
 def test_a_rank_without_memory_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

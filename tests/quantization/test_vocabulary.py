@@ -97,6 +97,21 @@ def test_two_names_of_a_quantized_table_are_compared(
         model.load_weights(given)
 
 
+@pytest.mark.parametrize("scheme", FORMULAS)
+@pytest.mark.parametrize("form", [dict, iter], ids=["indexed", "streamed"])
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 1), slice(149, 150)], ids=str)
+def test_two_names_whose_codes_agree_are_told_apart_by_their_scales(
+    scheme: str, form: Any, rows: slice
+) -> None:
+    """Rows of twice the size have the same codes, and are other values all the same."""
+    stored, other = table(), table()
+    other[rows] *= 2
+    model = Vocabulary()
+    quantize(model, asking(embed_tokens=scheme))
+    with pytest.raises(DuplicateWeightError, match="but their values differ"):
+        model.load_weights(form({"lm_head.weight": other, "embed_tokens.weight": stored}.items()))
+
+
 @pytest.mark.parametrize("form", [dict, iter], ids=["indexed", "streamed"])
 def test_two_names_are_compared_where_a_rank_holds_padding_alone(form: Any) -> None:
     """Of 150 rows, the last of six ranks has none: it has nothing to compare, and no complaint."""

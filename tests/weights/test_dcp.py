@@ -235,6 +235,20 @@ def test_chunks_in_safetensors_are_read(tmp_path: Path) -> None:
         path.write_bytes(data)
 
 
+def test_tensors_of_one_shape_in_one_safetensors_file_are_told_apart(tmp_path: Path) -> None:
+    """Torch's writer says of each that it is the whole file; the header has their places."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    state = {name: torch.randn(3, 4) for name in ("q", "k", "v")}
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"model": state}, storage_writer=writer, no_dist=True)
+    assert len([*tmp_path.glob("*.distcp")]) == 1
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint) == {*state}
+        for name in ("v", "q", "k", "v"):
+            assert torch.equal(checkpoint[name].read(), state[name])
+
+
 def test_two_chunks_of_one_safetensors_file_are_refused(tmp_path: Path) -> None:
     """torch's writer keeps the last of a rank's chunks, which would be read for each of them."""
     write_in_safetensors(tmp_path)

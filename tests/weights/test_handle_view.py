@@ -44,6 +44,38 @@ def test_parts_of_parts_of_turned_heads(tmp_path_factory: Any, data: st.DataObje
             assert torch.equal(handle.read(), whole)
 
 
+@given(data=st.data())
+def test_a_part_knows_its_box_however_the_tensor_is_stored(
+    tmp_path_factory: Any, data: st.DataObject
+) -> None:
+    """Dimensions are stored in any order, and one of a single entry with any stride."""
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    strides, step = [0] * len(sizes), 1
+    for dim in data.draw(st.permutations(range(len(sizes)))):
+        strides[dim], step = step, step * sizes[dim]
+        if sizes[dim] == 1:
+            strides[dim] = data.draw(st.integers(1, 9))
+    stored = torch.arange(step).as_strided(sizes, strides)
+    folder = tmp_path_factory.mktemp("boxes")
+    torch.save({"x": stored}, folder / "pytorch_model.bin")
+    places = torch.arange(step).view(sizes)  # of each element in the whole tensor
+    with open_checkpoint(folder) as weights:
+        handle: Any = weights["x"]
+        for _ in range(3):
+            dim = data.draw(st.integers(0, len(sizes) - 1))
+            start = data.draw(st.integers(0, places.shape[dim] - 1))
+            length = data.draw(st.integers(1, places.shape[dim] - start))
+            handle, places = (each.narrow(dim, start, length) for each in (handle, places))
+            first = torch.unravel_index(places.reshape(-1)[0], sizes)
+            starts = [int(each) for each in first]
+            assert handle.region.box == tuple(zip(starts, places.shape, strict=True))
+        for dim, size in enumerate(places.shape):
+            box = handle.narrow(dim, size, 0).region.box
+            assert [length for _, length in box].count(0) == 1
+            for (begin, count), most in zip(box, sizes, strict=True):
+                assert 0 <= begin <= begin + count <= most
+
+
 def test_what_is_no_view_is_refused(tmp_path: Path) -> None:
     """Another number of elements, and a region with gaps, have no view."""
     save_file({"x": torch.zeros(6, 4)}, tmp_path / "model.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,3 +214,23 @@ def test_each_rank_has_its_own_files_and_no_others(tmp_path: Path) -> None:
         second.write_bytes(data)
     (tmp_path / "sharded_state.json").write_text(json.dumps({**manifest, "library_version": "1"}))
     assert ShardedState(LocalFiles(tmp_path)).fingerprint != before
+
+
+def test_a_refused_file_of_a_rank_is_closed_and_so_are_those_before_it(tmp_path: Path) -> None:
+    """No descriptor is left while somebody holds the error; the other ranks can be read."""
+    write(tmp_path)
+    first, second = (tmp_path / f"model-rank-0-part-{part}.safetensors" for part in range(2))
+    for changed in (first, second):
+        data = changed.read_bytes()
+        for other in (data + b"\0", data[:-1], data[:-1] + bytes([data[-1] ^ 1]), None):
+            changed.unlink()
+            if other is not None:
+                changed.write_bytes(other)
+            with closing(ShardedState(LocalFiles(tmp_path))) as state:
+                before = len(os.listdir("/proc/self/fd"))
+                with pytest.raises(CheckpointFormatError, match=changed.name) as refused:
+                    state.of_rank(0)
+                assert len(os.listdir("/proc/self/fd")) == before
+                del refused
+                assert state.of_rank(1)["w0"].read().tolist() == [10, 10]
+            changed.write_bytes(data)

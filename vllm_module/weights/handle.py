@@ -220,9 +220,11 @@ class FileHandle:
         """The box of its tensor that this handle stands for."""
         tensor = self.whole or self
         left, starts = self._offset - tensor._offset, [0] * len(self.shape)
-        for dim in sorted(range(len(starts)), key=self._strides.__getitem__, reverse=True):
-            if self._strides[dim]:
-                starts[dim], left = divmod(left, self._strides[dim])
+        # A dimension of one entry has any stride, and says nothing of the offset. Nor does that of
+        # a region without elements, which may be the tensor's end.
+        dims = [dim for dim, size in enumerate(tensor.shape) if size > 1 and self.nbytes]
+        for dim in sorted(dims, key=self._strides.__getitem__, reverse=True):
+            starts[dim], left = divmod(left, self._strides[dim])
         box = tuple(zip(starts, self.shape, strict=True))
         return Region(self.name, tensor.shape, box, self.dtype, self.shape)
 
