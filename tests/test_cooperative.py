@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -366,6 +367,43 @@ def test_a_buffer_is_not_filled_again_while_a_rank_writes_to_it() -> None:
     for thread in threads:
         thread.join()
     assert written == [(1, 0), (0, 2)]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_slow_source_is_no_hang(says: bool) -> None:
+    """A part that takes longer than the limit is waited for while its reader counts progress."""
+    shape, limit = RingShape(2, 2, 64), 0.3
+    shared = mmap.mmap(-1, shape.nbytes)
+    parts = [[(0, 0), (0, 64)]]
+    found: list[Any] = []
+
+    def run(rank: int) -> None:
+        among: Any = {"hosts": [[0, 1]], "failure": lambda hanging=(), how="": how and str(hanging)}
+        ring = SharedRing(shared, shape, rank=rank, parts=parts, timeout=limit, **among)
+
+        def read(batch: int, buffer: torch.Tensor) -> None:
+            for _ in range(20):  # 1 s
+                time.sleep(0.05)
+                if says:
+                    ring.moved()
+            buffer.fill_(7)
+
+        try:
+            with ring.reading(read):
+                if rank == 0:
+                    found.append(ring.take(0).tolist())
+        except RuntimeError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if says:
+        assert found == [[7] * 64]
+    else:
+        assert "[1]" in found, "rank 0 has named the rank that is behind"
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux only")

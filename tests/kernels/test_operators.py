@@ -16,7 +16,7 @@ from vllm_module.kernels.attention.copy_blocks import copy_blocks
 from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache
 from vllm_module.kernels.attention.rotary_embedding import rotary_embedding
 from vllm_module.kernels.attention.swap_blocks import swap_blocks
-from vllm_module.kernels.operators import checks_values, expect, expect_writable
+from vllm_module.kernels.operators import checks_values, expect, expect_writable, operator
 from vllm_module.kernels.rows.quantize import quantize
 
 sizes = st.lists(st.integers(0, 4), max_size=4)
@@ -123,3 +123,26 @@ assert rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).equal(torch.ones(2, 4))
     run = [sys.executable, "-c", program]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def scaled_for_gradients_reference(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * scale
+
+
+def test_gradients_of_any_argument() -> None:
+    """The plain function computes them, whether the tensor is given by position or by name."""
+
+    def empty(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    scaled = operator(scaled_for_gradients_reference, scaled_for_gradients_reference, empty)
+    x, scale = torch.rand(4), torch.rand(4)
+    for trained in ("x", "scale"):
+        given = {"x": x.clone(), "scale": scale.clone()}
+        given[trained].requires_grad_(True)
+        for positions in range(3):
+            by_position = [given[name] for name in ("x", "scale")[:positions]]
+            by_name = {name: given[name] for name in ("x", "scale")[positions:]}
+            given[trained].grad = None
+            scaled(*by_position, **by_name).sum().backward()
+            assert torch.equal(given[trained].grad, scale if trained == "x" else x)

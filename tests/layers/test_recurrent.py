@@ -238,6 +238,29 @@ def test_an_update_of_the_decay_is_computed_with_in_place(name: str) -> None:
     assert not torch.equal(layer(x), before)
 
 
+def test_a_decay_that_is_trained(name: str) -> None:
+    """Its gradient is that of finite differences, and the layer computes with each new value."""
+    layer, x = loaded(name), torch.randn(6, HIDDEN)
+    layer.A_log.requires_grad_(True)
+    direction = torch.linspace(-1, 1, len(layer.A_log))
+    layer(x).square().sum().backward()
+    weights = random_weights(BUILD[name]().expected_weights())
+
+    def fresh(step: float) -> torch.Tensor:
+        """Return what a layer computes that has loaded other values."""
+        other = BUILD[name]()
+        other.load_weights({**weights, "A_log": weights["A_log"] + step * direction})
+        with torch.no_grad():
+            return other(x)
+
+    change = (fresh(0.01).square().sum() - fresh(-0.01).square().sum()) / 0.02
+    assert change.abs() > 1e-4
+    torch.testing.assert_close((layer.A_log.grad * direction).sum(), change, rtol=2e-2, atol=1e-4)
+    with torch.no_grad():
+        layer.A_log.add_(direction)  # as an optimizer does
+        assert torch.equal(layer(x), fresh(1.0))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 100.0])
 def test_a_decay_without_a_number_is_refused(name: str, value: float) -> None:
     """A_log whose exponential is no number is refused by its name, and the value."""

@@ -57,19 +57,23 @@ def test_a_rank_has_the_groups_of_its_inputs(
     assert torch.equal(torch.cat(run_ranks(size, work), 1), made.weight.float())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_experts(size: int) -> None:
-    """Ranks with parts of experts have the formula's numbers."""
+# Of 3 groups, each of two ranks has room for two, and each of three has one.
+@pytest.mark.parametrize(
+    ("size", "inner", "block"), [(1, 128, None), (2, 128, None), (2, 96, 32), (3, 96, 32)]
+)
+def test_experts(size: int, inner: int, block: int | None) -> None:
+    """Ranks with parts of experts have the formula's numbers, also where one part is smaller."""
+    shapes = {"gate_proj": (inner, 64), "up_proj": (inner, 64), "down_proj": (64, inner)}
     layers = {
         f"{expert}.{name}": packing.awq_gemv(*shape, seed=10 * expert + at)
         for expert in range(3)
-        for at, (name, shape) in enumerate(SHAPES.items())
+        for at, (name, shape) in enumerate(shapes.items())
     }
     stored = {f"{n}.{attr}": t for n, each in layers.items() for attr, t in each.stored.items()}
     x, logits = torch.randn(5, 64), torch.randn(5, 3)
 
     def work(rank: int) -> torch.Tensor:
-        moe: Any = FusedMoE(3, 2, 64, 128)
+        moe: Any = FusedMoE(3, 2, 64, inner, block=block)
         for layer in (moe.w13, moe.w2):
             layer.quantize(method(32))
         moe.load_weights(stored)
@@ -80,7 +84,7 @@ def test_experts(size: int) -> None:
     expected = torch.zeros(len(x), 64, dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
-            gate, up, down = (layers[f"{expert}.{name}"].weight for name in SHAPES)
+            gate, up, down = (layers[f"{expert}.{name}"].weight for name in shapes)
             expected[token] += weight * (down @ (F.silu(gate @ row) * (up @ row)))
     for computed in run_ranks(size, work):
         torch.testing.assert_close(computed.double(), expected, rtol=1e-4, atol=1e-4)

@@ -90,6 +90,29 @@ def test_a_weight_is_created_once_for_each_method(
     assert dtypes == [torch.float32, torch.float8_e4m3fn]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: str(getattr(method, "scheme", "")))
+def test_a_cast_of_a_model_leaves_what_is_quantized(
+    method: QuantizeMethod, dtype: torch.dtype
+) -> None:
+    """Codes, scales and what products compute from them keep dtype and bits; a bias is cast."""
+    layer: Any = RowParallelLinear(16, 8, bias=True)
+    layer.quantize(method)
+    layer.load_weights(random_weights(layer.expected_weights()))
+    before = {name: each.clone() for name, each in layer.named_parameters()}
+    before |= {name: each.clone() for name, each in layer.named_buffers()}
+    layer.to(dtype)
+    after = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    bias = after.pop("bias")
+    assert torch.equal(bias, before.pop("bias").to(dtype))
+    for name, each in after.items():
+        expected = before[name] if layer.is_quantized else before[name].to(dtype)
+        assert each.dtype == expected.dtype, name
+        bits = (one.detach().flatten().view(torch.uint8) for one in (each, expected))
+        assert torch.equal(*bits), name
+    assert after.keys() == before.keys()
+
+
 CONV1D = Path(__file__).parents[2] / "docs/api/parameters.md"
 
 

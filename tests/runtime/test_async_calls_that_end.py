@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import runpy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,66 @@ def test_abort_ends_all_of_a_call_and_nothing_else(
         expected[name] = ["abort" if which in (name, each) else "length" for each in ids]
     assert run(ended()) == expected
     assert free(llm)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_id_of_a_request_that_has_ended(sync: LLM, llm: AsyncLLM, leaves: bool) -> None:
+    """Another request may have it, even before the caller of the first has been told of its end.
+
+    Each ends as it would with an id of its own, also if the first caller leaves after the abort.
+    """
+    prompts, short = ([1, 2, 3], [4, 5], [6]), SamplingParams(temperature=0, max_tokens=9)
+    expected = [tokens(sync.generate(each, short, use_tqdm=False)[0]) for each in prompts]
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> tuple[()]:
+        waits.set()
+        assert goes_on.wait(60)
+        return ()
+
+    async def ended() -> list[Any]:
+        first = asyncio.ensure_future(last(llm, prompts[0], LONG, "mine"))
+        await until(lambda: any(each.sequences[0].output for each in requests.values()))
+        llm._thread.put(wait)  # the calls that follow are carried out between two steps
+        await until(waits.is_set)
+        await llm.abort("mine")
+        others = [
+            asyncio.ensure_future(last(llm, prompt, short, name))
+            for prompt, name in ((prompts[1], "mine"), (prompts[2], "another"))
+        ]
+        await until(lambda: llm._thread._calls.qsize() == 5)  # each other one is expected and added
+        if leaves:
+            first.cancel()
+            await asyncio.sleep(0)
+        goes_on.set()
+        return await asyncio.gather(first, *others, return_exceptions=True)
+
+    requests = llm.llm.engine.requests
+    gone, *found = run(ended())
+    assert [tokens(each) for each in found] == expected[1:]
+    if leaves:
+        assert isinstance(gone, asyncio.CancelledError)
+    else:
+        (sample,) = gone.outputs
+        assert (sample.finish_reason, len(sample.token_ids) < 120) == ("abort", True)
+    assert free(llm)
+
+
+def test_whoever_sleeps_and_leaves(llm: AsyncLLM) -> None:
+    """A sleep that is cancelled while requests end leaves an engine that computes steps."""
+
+    async def left() -> tuple[int, int]:
+        running = asyncio.ensure_future(last(llm, [1, 2, 3], LONG))
+        await until(lambda: llm.llm.engine.requests)
+        sleeping = asyncio.ensure_future(llm.sleep(mode="wait"))
+        await until(lambda: llm.is_paused)
+        sleeping.cancel()
+        later = await last(llm, [4, 5], LONG)
+        return len(tokens(await running)[0]), len(tokens(later)[0])
+
+    assert run(left()) == (120, 120)
+    assert not llm.is_paused
+    assert not llm.is_sleeping
+    with pytest.raises(ValueError, match="mode should be 'abort' or 'wait', got 'no'"):
+        run(llm.sleep(mode="no"))  # type: ignore[arg-type]  # that is the case
+    assert not llm.is_paused

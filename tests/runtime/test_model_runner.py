@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
 from array import array
 from collections.abc import Callable, Iterator
@@ -247,6 +248,35 @@ class Stub:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float()
+
+
+class Tables:
+    """A model that only remembers the block tables of its last step."""
+
+    found: list[list[int]]
+
+    def __call__(self, ids: torch.Tensor, positions: Any, metadata: Any) -> torch.Tensor:
+        self.found = metadata.block_tables.tolist()
+        return torch.zeros(len(ids), 1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_each_sequence_has_its_pages_whatever_its_row(count: int) -> None:
+    """For all rows of up to four sequences, adjacent or not, in any order."""
+    for rows in itertools.permutations(range(5), count):
+        model: Any = Tables()
+        runner = ModelRunner(model, CPU, 5, MOST_PAGES)
+        others = [row for row in range(5) if row not in rows]
+        for step_of in (others, rows):  # what other rows have is not taken for theirs
+            tables = [[10 * row + at for at in range(2)] for row in step_of]
+            if tables:
+                runner.run(
+                    laid_out([2 * PAGE] * len(tables), list(step_of), [0] * len(tables), tables)
+                )
+        assert model.found == tables
 
 
 @pytest.mark.parametrize(

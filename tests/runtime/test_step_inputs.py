@@ -90,6 +90,18 @@ def test_moves_go_with_the_step() -> None:
     assert found.states == Moves(moves[3], moves[4] + moves[6], moves[5])
 
 
+@pytest.mark.parametrize("what", ["pages", "states", "saved", "nothing"])
+@pytest.mark.parametrize("kind", ["swapped_out", "copied", "swapped_in"])
+def test_what_cannot_be_copied_again(what: str, kind: str) -> None:
+    """Any copy of pages or of states; saved states alone may be given up."""
+    step = Step([drawn(random.Random(0), 3)])
+    if what == "saved":
+        step.saved = [(0, 1)]
+    elif what != "nothing":
+        getattr(getattr(step, what), kind).append((0, 1))
+    assert step.moves == (what in ("pages", "states"))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_the_next_token_has_its_place(seed: int) -> None:
     """It comes after all tokens that the host knows, and its number is an index on the device."""

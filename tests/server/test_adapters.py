@@ -34,7 +34,11 @@ def test_an_adapter_is_a_model(server: Any, sync: LLM, adapter: Path) -> None:
     code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
     assert (code, answer) == (200, {"status": "loaded"})
     try:
-        for name, why in (("tuned", "called 'tuned' already"), ("tiny", "called 'tiny'")):
+        for name, why in (
+            ("tuned", "called 'tuned' already"),
+            ("tiny", "called 'tiny'"),
+            ("other-name", "called 'other-name'"),
+        ):
             code, answer = server.ask(
                 "POST", "/v1/load_lora_adapter", {**given, "lora_name": name}, ADMIN
             )

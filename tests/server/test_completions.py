@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vllm_module import LLM, SamplingParams
+from vllm_module import LLM, AsyncLLM, SamplingParams
 
 TEXTS = ["hello", "the sky is", "a", "né à 12:30"]
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -134,6 +135,52 @@ def test_echo_has_the_logprobs_of_transformers(server: Any, folder: Path, most: 
     chunks = streamed(server, **body)[0]
     assert (chunks["text"], chunks["reason"]) == (choice.text, "length")
     assert chunks["lists"] == found.model_dump()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_echo_of_a_request_that_is_aborted(
+    start: Any, engine: Any, folder: Path, until: Any, steps: int
+) -> None:
+    """Its client gets the prompt, with the logprobs that are computed, in both forms."""
+    text, taken = "the sky is blue", 4
+    body = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 5}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with start(AsyncLLM(engine(max_num_batched_tokens=taken, max_num_seqs=4))) as server:
+        _, answer = server.ask("POST", "/tokenize", {"prompt": text})
+        row = torch.tensor([answer["tokens"]])
+        with torch.no_grad():
+            logprobs = model(row).logits[0].log_softmax(-1)
+        known = [logprobs[at - 1, row[0, at]].item() for at in range(1, taken * steps + 1)]
+        answers: dict[str, Any] = {}
+
+        def ask(name: str, call: Any) -> None:
+            answers[name] = call(server, **body)
+
+        requests, llm = server.llm.llm.engine.requests, server.llm
+        for name, call in (("whole", whole), ("streamed", streamed)):
+            asyncio.run(llm.pause("keep"))
+            thread = threading.Thread(target=ask, args=(name, call))
+            thread.start()
+            until(lambda: requests)
+            for _ in range(steps):  # each computes a part of the prompt
+                asyncio.run(llm.call(lambda each: each.engine.step()))
+            asyncio.run(llm.abort(next(iter(requests))))
+            thread.join()
+            asyncio.run(llm.resume())
+        (choice,) = answers["whole"].choices
+        assert (choice.text, choice.finish_reason) == (text, "abort")
+        found = choice.logprobs
+        assert found.tokens == list(text)
+        assert found.text_offset == [*range(len(text))]
+        computed = [pytest.approx(each, abs=1e-4) for each in known]
+        unknown = [None] * (len(text) - 1 - len(known))
+        assert found.token_logprobs == [None, *computed, *unknown]
+        assert [each is None for each in found.top_logprobs] == [
+            each is None for each in found.token_logprobs
+        ]
+        chunks = answers["streamed"][0]
+        assert (chunks["text"], chunks["reason"]) == (text, "abort")
+        assert chunks["lists"] == found.model_dump()
 
 
 def test_stop_strings_and_usage_at_the_end(server: Any) -> None:

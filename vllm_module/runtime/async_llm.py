@@ -276,15 +276,16 @@ class AsyncLLM:
         """Free memory, as :meth:`~vllm_module.LLM.sleep`, once requests have ended as by ``mode``.
 
         It is ``"abort"`` or ``"wait"``: requests that were kept would need the KV cache. An engine
-        that was paused before stays paused.
+        that was paused before stays paused. Others go on if this is cancelled during the wait.
         """
-        if mode == "keep":
+        if mode not in ("abort", "wait"):
             raise ValueError(
-                "a sleeping engine keeps no requests: mode should be 'abort' or 'wait'"
+                "a sleeping engine keeps no requests: mode should be 'abort' or 'wait', got "
+                f"{shorten(mode)}"
             )
         was_paused = self.is_paused
-        await self.pause(mode, clear_cache=False)
-        try:
+        try:  # the wait for running requests may be cancelled
+            await self.pause(mode, clear_cache=False)
             await self.call(lambda llm: llm.sleep(level))
         finally:
             if not was_paused:

@@ -136,7 +136,7 @@ class Engine(RepeatedSteps):
                 with self.reading():
                     for request, (index, seen) in list(running.items()):
                         count = request.metrics.num_generation_tokens
-                        if request.request_id not in self.requests:
+                        if not self.has(request):
                             del running[request]
                         elif every_token and count > seen:
                             running[request] = index, count
@@ -148,7 +148,7 @@ class Engine(RepeatedSteps):
                 yield from changed
         finally:
             for request in running:
-                self.abort(request.request_id)
+                self.abort(request)
 
     def step(self, on_step: Callable[[StepStats], object] | None = None) -> list[Request]:
         """Compute the next tokens of all requests that fit into one step.

@@ -256,13 +256,13 @@ class EngineThread:
                 added.append(request)
         except Exception as error:
             for request in added:
-                self.llm.engine.abort(request.request_id)
+                self.llm.engine.abort(request)
             self._note(inbox, 0, error)
             return ()
         for index, request in enumerate(added):
             self.running[request] = inbox, index
             if request.request_id in inbox.aborted:
-                self.llm.engine.abort(request.request_id)
+                self.llm.engine.abort(request)
         return added
 
     def abort(self, which: Callable[[str, Inbox], bool]) -> Iterable[Request]:
@@ -284,7 +284,7 @@ class EngineThread:
     def _abort_running(self, which: Callable[[str, Inbox], bool]) -> None:
         for request, (inbox, _) in self.running.items():
             if which(request.request_id, inbox):
-                self.llm.engine.abort(request.request_id)
+                self.llm.engine.abort(request)
 
     def _output(self, request: Request) -> tuple[Request, bool, RequestOutput | None]:
         """Return whether a request has ended, and its output, unless nobody wants it so far."""
@@ -316,9 +316,7 @@ class EngineThread:
     def _fail(self, reason: str, cause: BaseException | None = None) -> None:
         """End every call that has requests with ``reason``."""
         for request, (inbox, _) in self.running.items():
-            self.llm.engine.abort(
-                request.request_id
-            )  # does nothing for those that the engine has ended
+            self.llm.engine.abort(request)  # does nothing for those that the engine has ended
             failure = RuntimeError(reason)
             failure.__cause__ = cause
             self._note(inbox, 0, failure)

@@ -85,7 +85,7 @@ class Requests:
         self._pid = os.getpid()
         self._busy = False
         # Aborts to carry out when the lock is free.
-        self._aborts: list[tuple[str, FinishReason]] = []
+        self._aborts: list[tuple[str | Request, FinishReason]] = []
         self._arrivals = 0
 
     def add(
@@ -242,13 +242,17 @@ class Requests:
             self._end_request(request, "error", describe_error(error))
         return ended
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
-        """End a request and free its pages; do nothing if it has ended.
+    def has(self, request: Request) -> bool:
+        """Return whether a request has not ended; another one may have its id."""
+        return self.requests.get(request.request_id) is request
+
+    def abort(self, request: str | Request, reason: FinishReason = "abort") -> None:
+        """End a request, given by itself or its id, and free its pages; do nothing if it has ended.
 
         Never waits for others, so a finalizer can call it. During a step, the request ends after
         the step. With pipeline stages, the end of the last one computes steps that others wait for.
         """
-        self._aborts.append((request_id, reason))
+        self._aborts.append((request, reason))
         self._do_aborts()
 
     @property
@@ -311,9 +315,10 @@ class Requests:
                 self._busy = True
                 try:
                     while self._aborts:
-                        request_id, reason = self._aborts.pop(0)
-                        if request_id in self.requests:
-                            self._end_request(self.requests[request_id], reason)
+                        which, reason = self._aborts.pop(0)
+                        request = self.requests.get(which) if isinstance(which, str) else which
+                        if request is not None and self.has(request):
+                            self._end_request(request, reason)
                 finally:
                     self._busy = False
             finally:

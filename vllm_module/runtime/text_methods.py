@@ -126,7 +126,7 @@ class TextMethods:
         except BaseException:
             for each in requests:
                 if isinstance(each, Request):
-                    self.engine.abort(each.request_id)  # does nothing for a finished request
+                    self.engine.abort(each)  # does nothing for a finished request
             raise
 
     def serve(
@@ -232,7 +232,7 @@ class TextMethods:
                 pass
         except BaseException:  # one that is refused, or an interrupt
             for request in requests:
-                self.engine.abort(request.request_id)
+                self.engine.abort(request)
             raise
         for request in requests:
             if request.error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -107,13 +108,14 @@ class _Completions(ChoicesAnswer):
         entries: list[tuple[int, Mapping[int, Logprob] | None]] = []
         if echoed:
             ids = delta.output.prompt_token_ids
-            entries += zip(ids, delta.output.prompt_logprobs or [None] * len(ids), strict=True)
+            known = delta.output.prompt_logprobs or ()
+            entries += zip_longest(ids, known)  # a request that is aborted may have few of them
         entries += zip(delta.token_ids, delta.logprobs, strict=True)
         as_id, count = self._body.return_tokens_as_token_ids, self._body.logprobs or 0
         rows: list[tuple[Any, ...]] = []
         offset = self._offsets.get(delta.index, 0)
         for token, entry in entries:
-            if entry is None:  # the first token of a prompt
+            if entry is None:  # the first token of a prompt, or not computed
                 text = f"token_id:{token}" if as_id else self._state.tokenizer().decode([token])
                 rows.append((text, None, None, offset))
             else:

@@ -110,3 +110,25 @@ def test_an_abort_keeps_samples_that_have_ended() -> None:
     setup.engine.abort("two")
     assert [sequence.finish_reason for sequence in request.sequences] == ["stop", "abort"]
     setup.assert_all_free()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_another_request_has_the_id(closed: bool) -> None:
+    """Whoever serves or aborts a request that has ended does nothing to one that has its id now."""
+    setup = Setup(num_pages=20)
+    engine = setup.engine
+    old = engine.add("same", [1, 2], greedy(9))
+    served = engine.serve([old], lambda request: len(request.sequences[0].output), every_token=True)
+    assert [next(served), next(served)] == [(0, 1), (0, 2)]
+    engine.abort(old)
+    assert not engine.has(old)
+    new = engine.add("same", [1, 2, 1], greedy(5))
+    if closed:
+        served.close()
+    else:
+        assert list(served) == [(0, 2)], "it has ended, and no step is computed for it"
+    engine.abort(old)
+    assert engine.has(new)
+    setup.run()
+    assert new.sequences[0].output == expected([1, 2, 1], 5)
+    setup.assert_all_free()
