@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_module import LLM, SamplingParams
 from vllm_module.distributed import run_ranks
+from vllm_module.errors import UnsupportedModelError
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 STORED = runpy.run_path(
     str(Path(__file__).parents[1] / "quantization" / "test_packed_checkpoints.py")
 )
 packing = STORED["packing"]
+BITSANDBYTES = runpy.run_path(
+    str(Path(__file__).parents[1] / "quantization" / "bnb_checkpoints.py")
+)
 GGUF = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "gguf_models.py"))
 KINDS = {"gptq-act-order": 2, "awq": 1, "ct-int4-with-zeros": 2, "ct-int8": 1}  # and ranks
 
@@ -94,3 +99,33 @@ def test_a_file_of_llama_cpp(tmp_path: Path, name: str, size: int) -> None:
 
     for logits in run_ranks(size, ranks):
         torch.testing.assert_close(logits, wanted, rtol=0, atol=STORED["WITHIN"])
+
+
+def test_codes_are_no_weights_to_merge_into(quantized: Any) -> None:
+    """A running engine says which layer is quantized, and goes on."""
+    base, folder, *_ = quantized
+    with LLM(str(base.folder), kv_cache_memory_bytes=1 << 20, dtype="float32") as llm:
+        refuses_to_merge(llm, folder)
+
+
+def refuses_to_merge(llm: LLM, adapter: Path) -> None:
+    def tokens() -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+        [output] = llm.generate([[5, 9, 2, 41]], params, use_tqdm=False, lora_request="a")
+        return list(output.outputs[0].token_ids)
+
+    llm.load_adapter("a", adapter)
+    before = tokens()
+    with pytest.raises(UnsupportedModelError, match=r"qkv_proj is quantized .*convert --adapter"):
+        llm.merge_adapter("a")
+    assert tokens() == before
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])  # a vector of codes, and a matrix of them
+def test_codes_of_bitsandbytes(kind: str, tmp_path: Path) -> None:
+    """Its codes have the name of a weight in full precision."""
+    base = BITSANDBYTES["publish"](tmp_path / "base", "qwen3", kind)
+    model = packing.publishing.randomized(BITSANDBYTES["MODELS"]["qwen3"])
+    SUPPORT["adapt"](model, tmp_path / "adapter", target_modules=["q_proj"])
+    with LLM(str(base.folder), kv_cache_memory_bytes=1 << 20, dtype="float32") as llm:
+        refuses_to_merge(llm, tmp_path / "adapter")

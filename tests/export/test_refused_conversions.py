@@ -23,10 +23,12 @@ from vllm_module.errors import (
 )
 from vllm_module.export.compressed import convert
 from vllm_module.export.folder import FolderExistsError, new_folder
+from vllm_module.export.merged import merge
 from vllm_module.export.sharded_state import shard
 from vllm_module.models.llama import LlamaForCausalLM
 
 # Pytest's importlib mode has no imports between test files.
+GGUF: Any = runpy.run_path(str(Path(__file__).parents[1] / "weights" / "gguf_models.py"))
 CONVERTING: Any = runpy.run_path(str(Path(__file__).with_name("converting.py")))
 converted, entries, stored = (CONVERTING[name] for name in ("converted", "entries", "stored"))
 
@@ -130,3 +132,31 @@ def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> 
     with pytest.raises(FolderExistsError, match="out was written by another process meanwhile"):
         write()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+def test_where_a_checkpoint_says_that_it_is_quantized(
+    converted: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """The refusal names the file that was read: config.json, ModelOpt's own, or a GGUF file."""
+
+    def refused(path: Path, quantization: Any, match: str) -> None:
+        config = ModelConfig(model=str(path), quantization=quantization)
+        with pytest.raises(UnsupportedModelError, match=match):
+            convert(config, tmp_path / "out")
+
+    folder = converted("per channel")[1]
+    refused(folder, "compressed-tensors", r"\(quantization_config of config\.json\): convert the")
+    modelopt = tmp_path / "modelopt"
+    shutil.copytree(folder, modelopt)
+    config = entries(modelopt)
+    del config["quantization_config"]
+    (modelopt / "config.json").write_text(json.dumps(config))
+    said = {"quantization": {"quant_algo": "MXFP8"}}
+    (modelopt / "hf_quant_config.json").write_text(json.dumps(said))
+    with pytest.raises(UnsupportedModelError, match=r"already \(.*/hf_quant_config\.json\): merge"):
+        merge(ModelConfig(model=str(modelopt)), tmp_path / "adapter", tmp_path / "out")
+    model = GGUF["new_model"](GGUF["CONFIGS"]["qwen3"])
+    file = GGUF["write"](tmp_path / "model.gguf", model, lambda name: "Q8_0")
+    refused(file, "fp8", r"by 'gguf' \(its GGUF files have the types of tensors\): leave")
+    with pytest.raises(UnsupportedModelError, match=r"model\.gguf is .* \(its GGUF files have"):
+        merge(ModelConfig(model=str(file)), tmp_path / "adapter", tmp_path / "out")

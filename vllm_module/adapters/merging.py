@@ -6,7 +6,7 @@ Which A and B belong to which tensor is what a load of both into one model says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -25,6 +25,10 @@ from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Weight
 
 _SERVE = "serve the adapter beside its base instead (lora_request)"
+MERGE_FIRST = (
+    "merge the adapter into the checkpoint in full precision, by vllm-module convert --adapter, "
+    f"and quantize the result, or {_SERVE}"
+)
 
 
 class _LowRank(NamedTuple):
@@ -135,6 +139,7 @@ def additions(
 
     low_ranks = _low_ranks(adapter, adapter.plan(without_copies(model, weights, is_base)))
     _refuse_shared(plan, low_ranks)
+    _refuse_quantized(plan.module, low_ranks)
     changes: dict[str, Addition] = {}
     used: set[str] = set()
     for fill in plan.fills:
@@ -207,4 +212,14 @@ def _refuse_shared(plan: LoadPlan, adapted: dict[nn.Module, dict[str, _LowRank]]
                 f"{path} has an adapter, and shares its weight with another layer "
                 "(tie_word_embeddings), which a merge would change as well, and the adapter does "
                 f"not: {_SERVE}"
+            )
+
+
+def _refuse_quantized(model: nn.Module, adapted: Collection[nn.Module]) -> None:
+    """Refuse an adapter of a layer whose weight is codes, in whatever dtype they are stored."""
+    for path, module in model.named_modules():
+        if module in adapted and getattr(module, "is_quantized", False):
+            raise UnsupportedModelError(
+                f"{path} is quantized ({module.quant_method}), and an adapter is added to weights "
+                f"in full precision: {MERGE_FIRST}"
             )

@@ -14,6 +14,8 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import write_json
+from vllm_module.hf_config import quantization_file
+from vllm_module.quantization import said_in
 from vllm_module.weights import Weight
 from vllm_module.weights.digests import DIGESTS, digests_file
 from vllm_module.weights.pairs import OpenWeights
@@ -36,10 +38,13 @@ def opened(source: ModelSource, verb: str) -> Iterator[OpenWeights]:
     Raises ``UnsupportedModelError`` for one that is quantized, in another layout, or a sharded
     state; ``verb`` is what is done with it.
     """
-    if getattr(source.config, "quantization_config", None) is not None:
+    stored = getattr(source.config, "quantization_config", None)
+    if stored is not None:
+        beside = quantization_file(source.folder, {})
+        where = said_in(stored) if beside is None else printable(beside)
         raise UnsupportedModelError(
-            f"{printable(source.folder)} is quantized already (quantization_config of "
-            f"config.json): {verb} the checkpoint in full precision"
+            f"{printable(source.folder)} is quantized already ({where}): {verb} the checkpoint in "
+            "full precision"
         )
     for entry, what in _ELSEWHERE.items():
         if getattr(source.config, entry, False):

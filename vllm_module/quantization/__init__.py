@@ -9,7 +9,7 @@ from vllm_module.quantization.method import (
     UnquantizedMethod,
     valid_weights,
 )
-from vllm_module.quantization.requested_rules import online_rules, rules_for
+from vllm_module.quantization.requested_rules import online_rules, rules_for, said_in
 from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme
 from vllm_module.quantization.rules import Rules, quantize
 from vllm_module.quantization.scheme import ONLINE, Scheme
@@ -30,5 +30,6 @@ __all__ = [
     "online_rules",
     "quantize",
     "rules_for",
+    "said_in",
     "valid_weights",
 ]

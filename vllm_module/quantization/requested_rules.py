@@ -93,13 +93,20 @@ def rules_for(asked: str | QuantizationConfig | None, stored: object) -> Rules |
     if asked not in (None, method):
         raise UnsupportedModelError(
             f"quantization {getattr(asked, 'scheme', asked)!r} was asked for, but "
-            f"the checkpoint is quantized already, by {method!r} (quantization_config of "
-            "config.json): leave it out, or take the checkpoint in full precision"
+            f"the checkpoint is quantized already, by {method!r} ({said_in(stored)}): leave it "
+            "out, or take the checkpoint in full precision"
         )
     try:
         return STORED[method](stored).checked()
     except ValidationError as error:
         raise invalid(error) from None
+
+
+def said_in(stored: object) -> str:
+    """Return where a checkpoint says how it is quantized, for a message."""
+    if isinstance(stored, Mapping) and stored.get("quant_method") == "gguf":
+        return "its GGUF files have the types of tensors"
+    return "quantization_config of config.json"
 
 
 def online_rules(asked: str | QuantizationConfig) -> Rules:

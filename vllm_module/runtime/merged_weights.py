@@ -10,7 +10,7 @@ import torch
 from vllm_module.adapters import Adapter
 from vllm_module.adapters.adapter import LoRALayer
 from vllm_module.adapters.config import AdapterConfig
-from vllm_module.adapters.merging import additions
+from vllm_module.adapters.merging import MERGE_FIRST, additions
 from vllm_module.build.model_source import ModelSource
 from vllm_module.core.tensors import is_typed
 from vllm_module.core.tree import locations
@@ -42,9 +42,8 @@ def merged_weights(
         held = HeldFile(executor.apply_model)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            "an adapter is merged into weights as a checkpoint stores them, and these are "
-            "quantized: merge it into the checkpoint, by vllm-module convert --adapter, and "
-            "quantize the result"
+            "the weights are quantized, and an adapter is added to weights in full precision: "
+            f"{MERGE_FIRST}"
         ) from error
     of_adapter = HeldFile(call)
     present = frozenset[str]().union(*cast(list[frozenset[str]], call(_present)))
