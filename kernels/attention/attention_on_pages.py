@@ -14,20 +14,15 @@ import torch
 
 from vllm_module.kernels.attention.compiled_attention import compiled_attention, compiled_rotation
 from vllm_module.kernels.attention.paged_layout import SingleTokens
-from vllm_module.kernels.matmul.linear import attends_on_pages
 from vllm_module.kernels.matmul.torch_threads import in_threads
 
 _CACHED = torch.float32, torch.bfloat16
 
 
 def takes_pages(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Return whether :func:`attend_on_pages` computes attention of single tokens.
-
-    It was chosen (:class:`~vllm_module.kernels.matmul.linear.Products`), and takes the dtypes.
-    """
+    """Return whether :func:`attend_on_pages` takes these tensors, if it was chosen."""
     return (
-        attends_on_pages()
-        and query.is_cpu
+        query.is_cpu
         and query.dtype in _CACHED
         and k_cache.dtype in _CACHED
         and query.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1
@@ -77,8 +72,8 @@ def attend_on_pages(
 
 
 def takes_rotation(*tensors: torch.Tensor | None) -> bool:
-    """Return whether :func:`rotate_on_pages` takes the tensors of a step that reads pages."""
-    return attends_on_pages() and all(
+    """Return whether :func:`rotate_on_pages` takes these tensors, if it was chosen."""
+    return all(
         x is None or (x.dtype == torch.float32 and x.is_cpu and x.stride(-1) == 1) for x in tensors
     )
 

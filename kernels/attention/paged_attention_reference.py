@@ -7,6 +7,7 @@ import torch
 from vllm_module.kernels.attention.attention_on_pages import attend_on_pages, takes_pages
 from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
 from vllm_module.kernels.attention.paged_layout import Alone, PagedLayout, Together
+from vllm_module.kernels.matmul.linear import products_in_use
 
 _KEYS_AT_ONCE = 1 << 19  # elements of keys that fit into a CPU's cache
 
@@ -62,7 +63,7 @@ def attend(
     """Compute :func:`paged_attention_reference` in a layout that layers may share."""
     plain = softcap is None and alibi_slopes is None and sinks is None
     outputs, output = [], None
-    on_pages = takes_pages(query, k_cache, v_cache)
+    on_pages = products_in_use.get().pages and takes_pages(query, k_cache, v_cache)
     if on_pages and (singles := layout.single_tokens(k_cache, sliding_window)) is not None:
         scores = softcap, alibi_slopes, sinks
         output = attend_on_pages(query, k_cache, v_cache, singles, scale, sliding_window, *scores)

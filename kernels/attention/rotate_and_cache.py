@@ -24,6 +24,7 @@ from vllm_module.kernels.attention.reshape_and_cache import (
 from vllm_module.kernels.attention.rotary_embedding import check_angles, rotary_embedding_reference
 from vllm_module.kernels.attention.rotate_tile import rotate_rows
 from vllm_module.kernels.dtypes import FLOATS, can_convert, greatest
+from vllm_module.kernels.matmul.linear import products_in_use
 from vllm_module.kernels.operators import (
     expect,
     expect_writable,
@@ -96,7 +97,8 @@ def rotate_and_cache(
     arguments = *heads, cos, sin, *stored, is_neox_style, q_weight, k_weight, eps, weight_offset
     if layout is not None:
         layout.checked.add(fits)
-        if takes_rotation(*heads, cos, sin, k_cache, v_cache, q_weight, k_weight):
+        taken = *heads, cos, sin, k_cache, v_cache, q_weight, k_weight
+        if products_in_use.get().pages and takes_rotation(*taken):
             rotate_on_pages(
                 query, key, value, cos, sin, k_cache, v_cache, slot_mapping, is_neox_style,
                 q_weight, k_weight, eps, weight_offset,

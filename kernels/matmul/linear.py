@@ -51,27 +51,22 @@ class Products(NamedTuple):
 
 
 # A NamedTuple is immutable, so all contexts may share the default that ruff warns of.
-_products: ContextVar[Products] = ContextVar("products", default=Products())  # noqa: B039
+products_in_use: ContextVar[Products] = ContextVar("products", default=Products())  # noqa: B039
 
 
 @contextmanager
 def products(chosen: Products) -> Iterator[None]:
     """Use the libraries of ``chosen`` for this thread's matmuls inside the block."""
-    token = _products.set(chosen)
+    token = products_in_use.set(chosen)
     try:
         yield
     finally:
-        _products.reset(token)
+        products_in_use.reset(token)
 
 
 def most_rows_of_codes() -> int:
     """Return :attr:`Products.codes` of the block that this thread is in."""
-    return _products.get().codes
-
-
-def attends_on_pages() -> bool:
-    """Return :attr:`Products.pages` of the block that this thread is in."""
-    return _products.get().pages
+    return products_in_use.get().codes
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -161,7 +156,7 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         not torch.compiler.is_compiling()  # the compiler chooses libraries itself
         and x.numel() * weight.shape[0] > _LARGE
         and weight.dim() == 2
-        and _products.get().use_onednn(x.numel() // max(1, x.shape[-1]))
+        and products_in_use.get().use_onednn(x.numel() // max(1, x.shape[-1]))
         and torch.is_inference_mode_enabled()  # oneDNN keeps no derivatives
         and not torch.is_autocast_enabled("cpu")
         and _is_plain(x)

@@ -220,9 +220,9 @@ def test_nothing_is_measured_where_onednn_is_off() -> None:
 def test_a_choice_is_its_threads_own() -> None:
     """Another thread, and what comes after the context, multiply as before."""
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(home._products.get()))
+    thread = threading.Thread(target=lambda: seen.append(home.products_in_use.get()))
     thread.start()
     thread.join()
     with products(Products(few=True)):
-        seen.append(home._products.get())
-    assert [*seen, home._products.get()] == [Products(), Products(few=True), ONEDNN]
+        seen.append(home.products_in_use.get())
+    assert [*seen, home.products_in_use.get()] == [Products(), Products(few=True), ONEDNN]

@@ -136,7 +136,7 @@ class Engine(RepeatedSteps):
                 with self.reading():
                     for request, (index, seen) in list(running.items()):
                         count = request.metrics.num_generation_tokens
-                        if not self.has(request):
+                        if self.requests.get(request.request_id) is not request:  # it has ended
                             del running[request]
                         elif every_token and count > seen:
                             running[request] = index, count

@@ -242,10 +242,6 @@ class Requests:
             self._end_request(request, "error", describe_error(error))
         return ended
 
-    def has(self, request: Request) -> bool:
-        """Return whether a request has not ended; another one may have its id."""
-        return self.requests.get(request.request_id) is request
-
     def abort(self, request: str | Request, reason: FinishReason = "abort") -> None:
         """End a request, given by itself or its id, and free its pages; do nothing if it has ended.
 
@@ -317,7 +313,7 @@ class Requests:
                     while self._aborts:
                         which, reason = self._aborts.pop(0)
                         request = self.requests.get(which) if isinstance(which, str) else which
-                        if request is not None and self.has(request):
+                        if request and self.requests.get(request.request_id) is request:
                             self._end_request(request, reason)
                 finally:
                     self._busy = False

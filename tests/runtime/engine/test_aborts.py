@@ -121,14 +121,14 @@ def test_another_request_has_the_id(closed: bool) -> None:
     served = engine.serve([old], lambda request: len(request.sequences[0].output), every_token=True)
     assert [next(served), next(served)] == [(0, 1), (0, 2)]
     engine.abort(old)
-    assert not engine.has(old)
+    assert engine.requests.get(old.request_id) is not old
     new = engine.add("same", [1, 2, 1], greedy(5))
     if closed:
         served.close()
     else:
         assert list(served) == [(0, 2)], "it has ended, and no step is computed for it"
     engine.abort(old)
-    assert engine.has(new)
+    assert engine.requests.get(new.request_id) is new
     setup.run()
     assert new.sequences[0].output == expected([1, 2, 1], 5)
     setup.assert_all_free()

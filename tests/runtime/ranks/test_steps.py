@@ -156,10 +156,10 @@ def test_every_rank_multiplies_as_rank_0_chose(
     )
     shared.run(PREFILL)
     assert told == [("run", (PREFILL, chosen))]
-    monkeypatch.setattr(alone.worker, "run", lambda _: used.append(linear._products.get()))
+    monkeypatch.setattr(alone.worker, "run", lambda _: used.append(linear.products_in_use.get()))
     alone._obey(*told[0])
     assert used == [chosen]
-    assert linear._products.get() == linear.Products()
+    assert linear.products_in_use.get() == linear.Products()
 
 
 def test_products_are_measured_once_and_for_float32_only(
