@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import mmap
 import os
 import runpy
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,6 @@ from vllm_module.cooperative.choice import Facts, chosen, is_cached, reads_less
 from vllm_module.cooperative.wants import shared_rows
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
-from vllm_module.distributed.shared_ring import RingShape, SharedRing
 from vllm_module.errors import WeightReadError
 from vllm_module.parameters import FlattenedParameter
 from vllm_module.parameters.dim import Dim
@@ -340,70 +335,6 @@ def test_matrices_stored_as_vectors_go_round(tmp_path: Path, size: int) -> None:
         assert torch.equal(state["columns"], matrix["columns"].chunk(size, 1)[rank])
         assert torch.equal(state["all"], matrix["all"])
     assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
-
-
-def test_a_buffer_is_not_filled_again_while_a_rank_writes_to_it() -> None:
-    """Ranks may release a batch that they do not take before all of it is there."""
-    shape, written = RingShape(2, 2, 64), list[tuple[int, int]]()
-    shared, again = mmap.mmap(-1, shape.nbytes), threading.Event()
-    parts = [[(0, 0), (0, 64)], [(0, 0), (0, 0)], [(0, 64), (0, 0)]]
-
-    def read(rank: int, batch: int, buffer: torch.Tensor) -> None:
-        if batch == 0:
-            again.wait(0.2)
-        else:
-            again.set()
-        written.append((rank, batch))
-
-    def run(rank: int) -> None:
-        among: Any = {"hosts": [[0, 1]], "failure": lambda hanging=(), how="": how}
-        ring = SharedRing(shared, shape, rank=rank, parts=parts, timeout=60.0, **among)
-        with ring.reading(partial(read, rank)):
-            pass  # a rank that takes nothing
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert written == [(1, 0), (0, 2)]
-
-
-@pytest.mark.parametrize("says", [True, False])
-def test_a_slow_source_is_no_hang(says: bool) -> None:
-    """A part that takes longer than the limit is waited for while its reader counts progress."""
-    shape, limit = RingShape(2, 2, 64), 0.3
-    shared = mmap.mmap(-1, shape.nbytes)
-    parts = [[(0, 0), (0, 64)]]
-    found: list[Any] = []
-
-    def run(rank: int) -> None:
-        among: Any = {"hosts": [[0, 1]], "failure": lambda hanging=(), how="": how and str(hanging)}
-        ring = SharedRing(shared, shape, rank=rank, parts=parts, timeout=limit, **among)
-
-        def read(batch: int, buffer: torch.Tensor) -> None:
-            for _ in range(20):  # 1 s
-                time.sleep(0.05)
-                if says:
-                    ring.moved()
-            buffer.fill_(7)
-
-        try:
-            with ring.reading(read):
-                if rank == 0:
-                    found.append(ring.take(0).tolist())
-        except RuntimeError as error:
-            found.append(str(error))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if says:
-        assert found == [[7] * 64]
-    else:
-        assert "[1]" in found, "rank 0 has named the rank that is behind"
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux only")

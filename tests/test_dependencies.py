@@ -41,7 +41,6 @@ EXTRAS = {
     ("vllm_module.cli.pictures.plots", "matplotlib"): "plot",
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
     ("vllm_module.kernels.digest.compiled", "numba"): "digest",
-    ("vllm_module.kernels.matmul.code_rows", "numba"): "cpu",
     ("vllm_module.kernels.attention.compiled_attention", "numba"): "cpu",
     ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
     ("vllm_module.kernels.matmul.torch_threads", "llvmlite"): "cpu",

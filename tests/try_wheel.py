@@ -68,7 +68,8 @@ get_model(model_config=ModelConfig(model=str(folder)), device_config=DeviceConfi
 NIXL = "from vllm_module.cooperative.nixl import NixlCarrier; NixlCarrier()"
 CODES = """
 import torch
-from vllm_module.kernels.matmul.code_rows import code_rows_matmul, eight_bit_rows
+from vllm_module.kernels.matmul.code_rows import eight_bit_rows
+from vllm_module.kernels.matmul.code_rows_matmul import code_rows_matmul
 weight, x = torch.ones(64, 32, dtype=torch.int8), torch.ones(1, 32)
 rows = eight_bit_rows(weight, torch.full((64, 1), 0.5), (1, 32))
 assert code_rows_matmul(x, rows).eq(16).all()

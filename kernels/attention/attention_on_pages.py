@@ -128,16 +128,16 @@ def _rotation(threads: int) -> Callable[[Iterable[int]], None]:
     return in_threads(compiled_rotation(), threads)
 
 
-@functools.cache
-def can_attend_on_pages() -> bool:
-    """Return whether the loops can be compiled, in some seconds once on a machine.
+def can_attend_on_pages(dtype: torch.dtype) -> bool:
+    """Return whether the loops take a cache of a dtype, and compile them.
 
-    Without numba they cannot.
+    That takes some seconds, once on a machine, and needs numba.
     """
+    if dtype not in _CACHED:
+        return False
     try:
-        _rotation(1)
-        for bfloat16 in (False, True):
-            _attention(bfloat16, 1)
+        _rotation(torch.get_num_threads())
+        _attention(dtype == torch.bfloat16, torch.get_num_threads())
     except ImportError:
         return False
     return True

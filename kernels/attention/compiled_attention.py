@@ -149,9 +149,8 @@ def compiled_attention(bfloat16: bool) -> Any:
                     key = carray(pointer(address, stored), (columns,))
                     if bfloat16:
                         _wide(key, wide)
-                        _score(query[own], wide, scale, cap, token - first, scores[own])
-                    else:
-                        _score(query[own], key, scale, cap, token - first, scores[own])
+                    read = wide if bfloat16 else key
+                    _score(query[own], read, scale, cap, token - first, scores[own])
             for head in range(low * group, high * group):
                 own_scores = scores[head, : context - first]
                 if at[22]:
@@ -166,9 +165,8 @@ def compiled_attention(bfloat16: bool) -> Any:
                     value = carray(pointer(address, stored), (columns,))
                     if bfloat16:
                         _wide(value, wide)
-                        _add(scores[own], token - first, wide, sums[own])
-                    else:
-                        _add(scores[own], token - first, value, sums[own])
+                    read = wide if bfloat16 else value
+                    _add(scores[own], token - first, read, sums[own])
             for head in range(low * group, high * group):
                 place = at[16] + 4 * (row * heads + head) * columns
                 out = carray(pointer(place, np.float32), (columns,))

@@ -139,14 +139,15 @@ class PagedLayout:
 
     def _single_tokens(self, shape: torch.Size, window: int | None) -> SingleTokens | None:
         pages, page_size = shape
-        starts = torch.tensor(self._starts)
+        device = self._tables.device
+        starts = torch.tensor(self._starts, device=device)
         contexts = self._context_lens.squeeze(-1)
         (own,) = ((starts.diff() == 1) & (contexts > 0)).nonzero(as_tuple=True)
         if not len(own):
             return None
         tables, contexts = self._tables[own].int(), contexts[own].int()
         first = (contexts - (window or 1 << 30)).clamp(min=0) // page_size
-        place = torch.arange(tables.shape[1])
+        place = torch.arange(tables.shape[1], device=device)
         read = (place >= first[:, None]) & (place < -(-contexts // page_size)[:, None])
         if bool((((tables < 0) | (tables >= pages)) & read).any()):
             raise IndexError("a page is not in the cache")

@@ -9,7 +9,8 @@ import torch
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups, rows_of
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
-from vllm_module.kernels.matmul.code_rows import code_rows_matmul, packed_rows, takes_code_rows
+from vllm_module.kernels.matmul.code_rows import packed_rows
+from vllm_module.kernels.matmul.code_rows_matmul import code_rows_matmul, takes_code_rows
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.kernels.matmul.matmul_configurations import mxfp4_config_of
 from vllm_module.kernels.matmul.packed_words import Packing

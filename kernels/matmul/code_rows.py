@@ -1,39 +1,19 @@
-"""Products with quantized weights on a CPU: codes are dequantized in its cache, row by row.
+"""Weights in codes, as the loops that multiply by them on a CPU read them.
 
-Weights stay as they are stored, and numbers are float32, as in the products that dequantize a
-weight first. Only the order of sums differs. The loops need the extra ``cpu``.
+Weights stay as they are stored. :mod:`~vllm_module.kernels.matmul.code_rows_matmul` multiplies.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch.nn import functional as F
 
-from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.matmul.compiled_blocks import BLOCKS
 from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, FP8, IN_TABLE, INT8
-from vllm_module.kernels.matmul.compiled_rows import ARGUMENTS, compiled_multiply
-from vllm_module.kernels.matmul.linear import most_rows_of_codes
 from vllm_module.kernels.matmul.packed_words import Packing
-from vllm_module.kernels.matmul.torch_threads import in_threads
-
-_log = logging.getLogger(__name__)
-_TRIED = 1, 8, 32, 128  # numbers of rows that are timed
-_GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
-_ROUNDS = 5
-_WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
-_NOTHING = torch.empty(0, device="cpu")
-_MOST_TOLD = 1 << 14  # weights of which it is kept what the loops are told; some 500 bytes each
 
 
 class CodeRows(NamedTuple):
@@ -136,243 +116,6 @@ def _halves() -> torch.Tensor:
     return torch.arange(1 << 16, device="cpu").to(torch.uint16).view(torch.float16).float()
 
 
-def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether a product with a quantized weight is computed by the loops.
-
-    They were chosen for so many rows (:class:`~vllm_module.kernels.matmul.linear.Products`), and
-    no derivative is needed.
-    """
-    most = most_rows_of_codes()
-    return (
-        most > 0
-        and 0 < x.numel() <= most * x.shape[-1]
-        and x.is_cpu
-        and not torch.compiler.is_compiling()
-        and torch.is_inference_mode_enabled()
-        and x.dtype in FLOATS
-        and weight.is_contiguous()
-    )
-
-
-def multiplied_by_codes(
-    x: torch.Tensor,
-    describe: Callable[..., CodeRows | None],
-    *weight: Any,
-    bias: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor | None:
-    """Return the product of :func:`code_rows_matmul`; ``None`` if the loops do not compute it.
-
-    What the loops are told of a weight is kept by the addresses of its tensors: to find it out
-    takes longer than to multiply by a small weight. No tensor of the weight is kept.
-
-    Args:
-        x, bias, dtype: as for :func:`code_rows_matmul`.
-        describe: a function of this module that returns :class:`CodeRows`.
-        weight: its arguments; the first one is a tensor that holds the codes.
-
-    """
-    if not takes_code_rows(x, weight[0]):
-        return None
-    key = describe, *(_memory(each) if isinstance(each, torch.Tensor) else each for each in weight)
-    told = _told.get(key)
-    if told is None:
-        codes = describe(*weight)
-        if codes is None:
-            return None
-        told, made = _tell(codes)
-        given = {each.data_ptr() for each in weight if isinstance(each, torch.Tensor)}
-        if codes.group_of is None and not made and _addresses(codes) <= given:
-            if len(_told) >= _MOST_TOLD:
-                _told.clear()
-            _told[key] = told
-    return _product(x, told, bias, dtype)
-
-
-def code_rows_matmul(
-    x: torch.Tensor,
-    weight: CodeRows,
-    bias: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Multiply by a weight in codes, in float32.
-
-    Args:
-        x: ``[..., input]``, bfloat16, float16 or float32, on the CPU.
-        weight: the weight ``[output, input]``.
-        bias: ``[output]``, or ``None``.
-        dtype: dtype of the result; by default that of ``x``.
-
-    Returns:
-        ``[..., output]``. The order of sums depends on the number of rows.
-
-    Raises:
-        ImportError: numba is not installed.
-
-    """
-    told, made = _tell(weight)
-    product = _product(x, told, bias, dtype)
-    del made  # the loops have read it
-    return product
-
-
-class _Told(NamedTuple):
-    """What the loops are told of a weight.
-
-    Attributes:
-        kind, ordered: which loops they are.
-        zero: their first number.
-        numbers: address and shape of each argument but ``x`` and ``y``.
-        order: the input of each number in the order of rows; ``None`` if that is their order.
-        outputs: number of outputs.
-
-    """
-
-    kind: int
-    ordered: bool
-    zero: int
-    numbers: tuple[int, ...]
-    order: torch.Tensor | None
-    outputs: int
-
-
-_told: dict[object, _Told] = {}
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
-
-
-def _addresses(weight: CodeRows) -> set[int]:
-    """Return where the numbers of a weight are, but for its constants."""
-    tensors = weight.rows, weight.scales, weight.zeros
-    return {each.data_ptr() for each in tensors if each is not None and each.numel()}
-
-
-def _tell(weight: CodeRows) -> tuple[_Told, list[torch.Tensor]]:
-    """Return what the loops are told of a weight, and tensors made for that, which they read."""
-    order, place, starts = weight.order, _places(tuple(weight.places)), _places(())
-    made = []
-    if weight.group_of is not None:
-        order, place, starts = _by_group(weight)
-        made += [place, starts]
-    output = weight.outputs
-    given = {
-        "rows": weight.rows,
-        "scales": weight.scales,
-        "zeros": weight.rows.new_empty(output, 0) if weight.zeros is None else weight.zeros,
-        "table": _NOTHING if weight.table is None else weight.table,
-        "place": place,
-        "starts": starts,
-    }
-    assert weight.rows.dtype == (torch.int32 if weight.kind == DOWN else torch.uint8)
-    numbers: list[int] = []
-    # The loops see addresses alone: another dtype would be other numbers, or other memory.
-    for name, tensor in given.items():
-        own = tensor.to(ARGUMENTS[name] or tensor.dtype).contiguous()
-        if own is not tensor:
-            made.append(own)
-        numbers += own.data_ptr(), *own.shape
-    ordered = weight.group_of is not None
-    return _Told(weight.kind, ordered, weight.zero, tuple(numbers), order, output), made
-
-
-def _product(
-    x: torch.Tensor, told: _Told, bias: torch.Tensor | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.dtype != torch.float32:
-        rows = rows.float()
-    rows = rows.contiguous() if told.order is None else rows.index_select(1, told.order)
-    count, columns = rows.shape
-    padded = -(-told.outputs // 8) * 8
-    y = rows.new_empty(count, padded)
-    own, result = (rows.data_ptr(), count, columns), (y.data_ptr(), count, padded)
-    _multiply(told.kind, told.ordered)((told.zero, *own, *told.numbers, *result))
-    product = y if padded == told.outputs else y[:, : told.outputs]
-    if bias is not None:
-        product = product + bias
-    return product.to(dtype or x.dtype).reshape(*x.shape[:-1], told.outputs)
-
-
-def _by_group(weight: CodeRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the inputs with those of a group side by side, their places in a row, and groups.
-
-    Of each group there is the first of its inputs, and after the last one their number.
-    """
-    assert weight.group_of is not None
-    group_of = weight.group_of.numpy()
-    if weight.order is not None:
-        group_of = group_of[weight.order.numpy()]
-    place = group_of.astype(np.int16).argsort(kind="stable")  # of 16 bits, in linear time
-    starts = np.zeros(weight.scales.shape[1] + 1, np.int64)
-    np.bincount(group_of, minlength=len(starts) - 1).cumsum(out=starts[1:])
-    inputs = torch.from_numpy(place)
-    order = inputs if weight.order is None else weight.order[inputs]
-    return order, inputs, torch.from_numpy(starts)
-
-
-@functools.cache
-def _places(places: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(places, dtype=torch.int64, device="cpu")
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-@functools.cache
-def fastest_code_rows(
-    threads: int, seconds: Callable[[Callable[[], object]], float] = _seconds
-) -> int:
-    """Return the largest number of rows that the loops multiply faster than dequantizing first.
-
-    Both multiply by int8 weights, the fastest to dequantize, in less than a second. Without numba
-    it is 0, and the log says so. With it, the first call on a machine compiles the loops in some
-    seconds, and keeps them.
-
-    Args:
-        threads: torch's number of threads; it is measured once for each number.
-        seconds: function that runs its argument and returns the time it took; tests replace it.
-
-    """
-    try:
-        _loops(INT8, False, threads)
-    except ImportError as error:
-        _log.warning(
-            "each product with quantized weights dequantizes them first, which takes several times "
-            "as long on a CPU as multiplying by their codes: %s",
-            error,
-        )
-        return 0
-    weights = torch.ones(_WEIGHTS, dtype=torch.int8, device="cpu")
-    scale = weights.new_ones(_WEIGHTS[1], 1, dtype=torch.float32)
-    turns, most = itertools.cycle(weights), 0
-
-    def dequantized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight.float() * scale)
-
-    def loops(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows = eight_bit_rows(weight, scale, (1, _WEIGHTS[-1]))
-        assert rows is not None
-        return code_rows_matmul(x, rows)
-
-    with torch.inference_mode():
-        for rows in _TRIED:
-            x = scale.new_ones(rows, _WEIGHTS[-1])
-            least = dict.fromkeys((dequantized, loops), math.inf)
-            loops(x, weights[0])  # compiles
-            for _ in range(_ROUNDS):
-                for way in least:
-                    least[way] = min(least[way], seconds(partial(way, x, next(turns))))
-            if least[loops] > _GAIN * least[dequantized]:
-                break
-            most = rows
-    return most
-
-
 def _grouped(weight: torch.Tensor, groups: int) -> torch.Tensor:
     return weight.detach().view(torch.uint8).view(len(weight), groups, -1)
 
@@ -396,19 +139,3 @@ def _order_of(size: int, bits: int, width: int, order: Sequence[int] | None) -> 
         codes = torch.tensor(order, device="cpu").argsort()
     words = torch.arange(size // width, device="cpu").unsqueeze(1) * in_word + codes
     return words.view(size, in_byte).t().reshape(-1)
-
-
-def _multiply(kind: int, ordered: bool) -> Callable[[Iterable[int]], None]:
-    """Return the loops for torch's number of threads. Raises ``ImportError`` without numba."""
-    return _loops(kind, ordered, torch.get_num_threads())
-
-
-@functools.cache
-def _loops(kind: int, ordered: bool, threads: int) -> Callable[[Iterable[int]], None]:
-    try:
-        compiled = compiled_multiply(kind, ordered)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "multiplying codes on a CPU needs numba: pip install numba (the extra vllm-module[cpu])"
-        ) from error
-    return in_threads(compiled, threads)

@@ -1,6 +1,6 @@
 """Loops over rows of codes, which numba compiles for this CPU where the extra ``cpu`` is installed.
 
-This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.code_rows`.
+This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.code_rows_matmul`.
 
 Four or eight rows of the weight are dequantized into memory that stays in the cache, and multiplied
 by all rows of the input. If that is one row, the kinds used most are multiplied without writing

@@ -32,8 +32,8 @@ class Products(NamedTuple):
     Attributes:
         one, few, many: True for oneDNN with one row, with 2 to 64 rows, and with more; for large
             float32 matmuls.
-        codes: largest number of rows that are multiplied by the codes of quantized weights
-            (:mod:`~vllm_module.kernels.matmul.code_rows`), instead of dequantizing a weight first.
+        codes: largest number of rows that are multiplied by the codes of quantized weights, instead
+            of dequantizing a weight first (:mod:`~vllm_module.kernels.matmul.code_rows_matmul`).
         pages: True for attention of single tokens that reads a cache's pages where they are
             (:mod:`~vllm_module.kernels.attention.attention_on_pages`).
 
@@ -64,18 +64,14 @@ def products(chosen: Products) -> Iterator[None]:
         products_in_use.reset(token)
 
 
-def most_rows_of_codes() -> int:
-    """Return :attr:`Products.codes` of the block that this thread is in."""
-    return products_in_use.get().codes
-
-
-def _seconds(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return how long a call takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def fastest_products(seconds: Callable[[Callable[[], object]], float] = _seconds) -> Products:
+def fastest_products(seconds: Callable[[Callable[[], object]], float] = seconds_of) -> Products:
     """Time torch and oneDNN on this CPU, with torch's current threads, in less than 0.1 s.
 
     oneDNN is chosen for a class of rows if it takes at most 0.9 times as long. Torch's library is

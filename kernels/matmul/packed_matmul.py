@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.matmul.code_rows import multiplied_by_codes, packed_rows
+from vllm_module.kernels.matmul.code_rows import packed_rows
+from vllm_module.kernels.matmul.code_rows_matmul import multiplied_by_codes
 from vllm_module.kernels.matmul.matmul_configurations import packed_config_of
 from vllm_module.kernels.matmul.packed_matmul_tiles import (
     PackedProduct,

@@ -9,10 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
-from vllm_module.kernels.matmul.code_rows import (
-    eight_bit_rows,
-    multiplied_by_codes,
-)
+from vllm_module.kernels.matmul.code_rows import eight_bit_rows
+from vllm_module.kernels.matmul.code_rows_matmul import multiplied_by_codes
 from vllm_module.kernels.matmul.matmul_configurations import (
     ScaledWeight,
     scaled_config_of,

@@ -32,7 +32,7 @@ from vllm_module import LLM, QuantizationConfig
 from vllm_module.kernels.experts.grouped_matmul import by_expert, grouped_matmul
 from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_packed
 from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
-from vllm_module.kernels.matmul.code_rows import fastest_code_rows
+from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
 from vllm_module.kernels.matmul.linear import Products, products
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul

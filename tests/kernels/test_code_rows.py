@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4
-from vllm_module.kernels.matmul import code_rows as home
+from vllm_module.kernels.matmul import code_rows_matmul as home
 from vllm_module.kernels.matmul import compiled_codes, compiled_rows
-from vllm_module.kernels.matmul.code_rows import fastest_code_rows
+from vllm_module.kernels.matmul.code_rows import eight_bit_rows
+from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
 from vllm_module.kernels.matmul.linear import Products, products
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul
@@ -337,7 +338,7 @@ def test_scales_of_another_dtype_are_the_same_numbers(dtype: torch.dtype) -> Non
     """The loops see addresses, so what they are given has to be in the dtypes that they read."""
     weight, x = torch.randint(-9, 9, (OUTPUT, 64)).to(torch.int8), torch.randn(2, 64)
     scale = torch.rand(OUTPUT, 1).to(dtype)
-    rows = home.eight_bit_rows(weight, scale, (1, 64))
+    rows = eight_bit_rows(weight, scale, (1, 64))
     assert rows is not None
     expected = x.double() @ (weight * scale.double()).T
     torch.testing.assert_close(home.code_rows_matmul(x, rows).double(), expected, rtol=0, atol=1e-4)
@@ -376,7 +377,7 @@ def test_without_numba_nothing_is_chosen(
     home._loops.cache_clear()
     assert fastest_code_rows(1, lambda _: pytest.fail("it was measured")) == 0
     assert "vllm-module[cpu]" in caplog.text
-    codes = home.eight_bit_rows(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 1), (1, 8))
+    codes = eight_bit_rows(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 1), (1, 8))
     assert codes is not None
     with pytest.raises(ImportError, match=r"vllm-module\[cpu\]"):
         home.code_rows_matmul(torch.ones(1, 8), codes)

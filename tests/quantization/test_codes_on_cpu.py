@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from vllm_module import vLLMModule
 from vllm_module.distributed import expert_parallel, run_ranks
-from vllm_module.kernels.matmul import code_rows
+from vllm_module.kernels.matmul import code_rows_matmul
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.linear import Products, products
 from vllm_module.layers import FusedMoE, MergedColumnParallelLinear, RowParallelLinear
@@ -149,13 +149,13 @@ def within_bounds(y: torch.Tensor, x: torch.Tensor, layers: dict[str, Any]) -> b
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the numbers of rows that the loops have multiplied."""
     seen: list[int] = []
-    multiplied = code_rows._product
+    multiplied = code_rows_matmul._product
 
     def call(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         seen.append(len(x))
         return multiplied(x, *arguments)
 
-    monkeypatch.setattr(code_rows, "_product", call)
+    monkeypatch.setattr(code_rows_matmul, "_product", call)
     return seen
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.kernels.matmul.code_rows import fastest_code_rows
+from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.runtime.ranks.worker_experts import WorkerExperts
 

@@ -218,6 +218,7 @@ def _refuse_shared(plan: LoadPlan, adapted: dict[nn.Module, dict[str, _LowRank]]
 def _refuse_quantized(model: nn.Module, adapted: Collection[nn.Module]) -> None:
     """Refuse an adapter of a layer whose weight is codes, in whatever dtype they are stored."""
     for path, module in model.named_modules():
+        # Asked by name, because adapters know no methods of quantization.
         if module in adapted and getattr(module, "is_quantized", False):
             raise UnsupportedModelError(
                 f"{path} is quantized ({module.quant_method}), and an adapter is added to weights "

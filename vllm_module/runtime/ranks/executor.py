@@ -18,7 +18,7 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import StagePipe, pipeline_parallel, tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
-from vllm_module.kernels.matmul.code_rows import fastest_code_rows
+from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.linear import Products, fastest_products, products
 from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.runtime.devices import current, own_device
