@@ -4,9 +4,9 @@
 
 Products of the sizes of the 58M shape's and Qwen3-0.6B's layers, beside float32 and what torch has
 for such weights. Then tokens of an engine with the 58M shape, or another: float32, and each way of
-quantizing with weights that are dequantized before each product ("before") and with their codes
-("after"), in turns. A figure is printed only if products are within their bound of the dequantized
-weight's in float64, and both ways give the same tokens.
+quantizing with weights that are dequantized before each product and pages that are copied
+("before"), and as the engine has chosen ("after"), in turns. A figure is printed only if products
+are within their bound of the dequantized weight's in float64, and both ways give the same tokens.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def engines(folder: Path, shape: str, n: int, requests: int, tokens: int) -> dic
         chosen = llm.executor.products
         ways = {name: chosen}
         if name in QUANTIZED:
-            ways = {f"{name} before": chosen._replace(codes=0), f"{name} after": chosen}
+            before = chosen._replace(codes=0, pages=False)
+            ways = {f"{name} before": before, f"{name} after": chosen}
         given = []
         for way, of in ways.items():
             works[way] = partial(_tokens, llm, of, prompts, tokens)

@@ -18,6 +18,7 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import StagePipe, pipeline_parallel, tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
+from vllm_module.kernels.attention.attention_on_pages import can_attend_on_pages
 from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.linear import Products, fastest_products, products
 from vllm_module.quantization.method import QuantizableLayer
@@ -144,7 +145,9 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
                 self.products = _fastest_products(threads)
             layers = self.worker.model.modules()
             if any(isinstance(each, QuantizableLayer) and each.is_quantized for each in layers):
-                self.products = self.products._replace(codes=fastest_code_rows(threads))
+                codes = fastest_code_rows(threads)
+                pages = codes > 0 and can_attend_on_pages(self.worker.source.dtype)
+                self.products = self.products._replace(codes=codes, pages=pages)
         self.products = self.of_first(self.products)
 
     def start(self, max_model_len: int) -> tuple[int, int]:
