@@ -121,7 +121,7 @@ def test_ways_to_ask(llm: LLM, folder: Path, expected: Callable[..., list[int]])
         generated(llm, [prompt], LoRARequest("b", 5, str(folder / "a")))
     with pytest.raises(ValueError, match="2 lora_request for 1 prompts"):
         generated(llm, [prompt], ["a", "b"])
-    for wrong in (5, [5], object()):
+    for wrong in (5, [5], object(), "", [""], b""):
         with pytest.raises(ValueError, match="lora_request"):
             generated(llm, [prompt], wrong)
     with pytest.raises(ValueError, match="adapter should be the name"):

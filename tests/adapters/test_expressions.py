@@ -6,6 +6,7 @@ import contextlib
 import random
 import re
 import time
+from itertools import product
 
 import pytest
 
@@ -57,6 +58,12 @@ def test_drawn_expressions_fit_what_those_of_re_do(behind_a_dot: bool) -> None:
             assert ours.fits(ModuleName(name)) == fits, (pattern, name)
             fitted += fits
     assert fitted > 2000
+
+
+def test_only_digits_of_ascii_count_repetitions() -> None:
+    for pattern, name in product(["a{٢}", "a{1,٢}"], ["aa", "a{٢}", "a{1,٢}"]):
+        fits = re.fullmatch(pattern, name) is not None
+        assert Expression(pattern).fits(ModuleName(name)) == fits
 
 
 NAME = "model.layers.11.self_attn.q_proj" + ".base_layer" * 8

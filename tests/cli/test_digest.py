@@ -119,6 +119,9 @@ def test_files_are_compared_with_the_digests_beside_them(
     result = run("load", copy, "--digests", "--tp", 2)
     assert result.code == 1
     assert f"{name}: ranks 0, 1 read values whose digests" in " ".join(result.err.split())
+    # The change was meant.
+    assert run("digest", copy, "--out", copy / "digests.json", "--json").json["different"] is None
+    assert run("digest", copy, "--json").json["different"] == []
 
 
 def test_tensors_that_only_one_side_has_are_named(run: Run, folder: Path, tmp_path: Path) -> None:

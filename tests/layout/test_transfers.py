@@ -77,6 +77,15 @@ def test_rows_to_columns() -> None:
     assert plan.sent_bytes() == {(source, to): 8 for source in range(2) for to in range(3)}
 
 
+def test_a_tensor_without_elements_goes_nowhere() -> None:
+    """Its views are of any shape without elements."""
+    plan = TransferPlan(layout(2, 1, w=(0, 6), v=(4, 6)), layout(3, 1, w=(0, 6), v=(4, 6)))
+    alone = TransferPlan(layout(2, 1, v=(4, 6)), layout(3, 1, v=(4, 6)))
+    assert plan.sent_bytes() == alone.sent_bytes()
+    assert refined([(0, 4), (2, 0, 2)]) == (0,)
+    assert not cut(((0, 0), (0, 4)), (0, 4), (0,))
+
+
 def test_replicas_share_the_sending() -> None:
     """Of ranks that have the same, each sends as much."""
     plan = TransferPlan(layout(2, 0, replicas=3, w=(6, 5)), layout(6, None, w=(6, 5)))

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import LLM, ModelConfig, get_model
+from vllm_module import LLM, ModelConfig, QuantizationConfig, get_model
 from vllm_module.build import registry
 from vllm_module.build.model_source import build_model
 from vllm_module.build.stages import divide
@@ -28,6 +28,7 @@ from vllm_module.testing import random_weights
 from vllm_module.weights import open_checkpoint
 
 CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
+INT8 = "int8_per_channel_weight_only"
 FIVE = {"num_hidden_layers": 5}
 # Of these, three stages are uneven.
 DEEPER = {
@@ -317,12 +318,22 @@ def test_a_stage_that_is_none_is_refused(rank: int) -> None:
         pass
 
 
-def test_stages_are_quantized_while_they_load() -> None:
-    """A stage's layers are quantized as the whole model's are, so logits stay the same."""
-    config = config_of("llama")
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"embed_tokens": INT8}, {"lm_head": INT8}, {"layers.0": INT8}, {"re:.*1.mlp": "none"}],
+    ids=lambda overrides: str(*overrides),
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_are_quantized_while_they_load(tied: bool, overrides: dict[str, str]) -> None:
+    """Layers of each stage are quantized as the whole model's are, so logits stay the same.
+
+    A rule may name a layer that one stage alone has.
+    """
+    config = config_of("llama", tie_word_embeddings=tied)
+    wanted = QuantizationConfig(scheme="fp8_per_channel", overrides=overrides)
 
     def quantized() -> vLLMModule:
-        rules = rules_for("fp8_per_channel", None)
+        rules = rules_for(wanted, None)
         return build_model(config, torch.float32, torch.device("cpu"), rules).eval()
 
     weights = random_weights(build(config).expected_weights(), seed=5)
@@ -330,9 +341,11 @@ def test_stages_are_quantized_while_they_load() -> None:
     for rank in range(2):
         with pipeline_parallel(rank=rank, size=2):
             parts.append(quantized())
-    dtypes = {parameter.dtype for parameter in parts[1].parameters()}
-    assert torch.float8_e4m3fn in dtypes
-    assert torch.equal(logits(parts, weights), logits([quantized()], weights))
+    whole = quantized()
+    assert torch.equal(logits(parts, weights), logits([whole], weights))
+    held = [{k: v.dtype for k, v in each.named_parameters()} for each in (*parts, whole)]
+    assert held[0] | held[1] == held[2]
+    assert torch.float8_e4m3fn in held[1].values()
 
 
 def test_an_engine_of_a_stage_is_refused(tmp_path: Path) -> None:

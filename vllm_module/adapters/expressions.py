@@ -21,7 +21,7 @@ _SAFE = re.compile(r"[^*+?{(]*")  # re has nothing to repeat, or to choose again
 _ATOM = re.compile(
     r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\(?:x..|u.{4}|U.{8}|N\{[^}]*\}|0[0-7]{0,2}|.)|.", re.DOTALL
 )
-_REPEAT = re.compile(r"(?:([*+?])|\{(?!\})(\d*)(?:(,)(\d*))?\})(\??)(\+?)")
+_REPEAT = re.compile(r"(?:([*+?])|\{(?!\})([0-9]*)(?:(,)([0-9]*))?\})(\??)(\+?)")
 _GROUP = re.compile(r"\((?:\?(?::|P<\w+>|([=!]))|(?!\?))")
 _EDGES = frozenset(("^", "$", r"\b", r"\B", r"\A", r"\Z"))
 

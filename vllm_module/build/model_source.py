@@ -261,12 +261,12 @@ def build_model(
                     raise CheckpointFormatError(
                         f"{config.architectures[0]} cannot be built: {error}"
                     ) from None
+            if rules is not None:
+                quantize(model, rules)  # first, because rules name layers of every stage
             if (stage := surrounding_stage.get()) is not None and stage.size > 1:
                 from vllm_module.build.stages import divide
 
                 divide(model, stage)
-            if rules is not None:
-                quantize(model, rules)
             fuse(model)
             return model
         finally:

@@ -16,8 +16,12 @@ Box: TypeAlias = tuple[Ints, Ints]  # start and size in each dimension
 def refined(views: Iterable[Sequence[int]]) -> Ints:
     """Return the coarsest shape that each of ``views`` is made of by merging dimensions.
 
-    Dimensions of size 1 are left out. Raises ``ValueError`` if there is none.
+    Dimensions of size 1 are left out, and those of an empty tensor are one of size 0. Raises
+    ``ValueError`` if there is none.
     """
+    views = list(views)
+    if any(0 in view for view in views):
+        return (0,)
     bounds = {1}
     for view in views:
         bounds.update(itertools.accumulate(reversed(view), int.__mul__))

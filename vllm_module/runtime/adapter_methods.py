@@ -185,7 +185,7 @@ class AdapterMethods:
 
         All of them are loaded, or none. A prompt that names another adapter is refused.
         """
-        if isinstance(lora_request, Sequence) and not lora_request:
+        if isinstance(lora_request, (list, tuple)) and not lora_request:
             return list(prompts)
         one = isinstance(lora_request, (str, LoRARequest))
         if not one and not isinstance(lora_request, Iterable):
@@ -228,7 +228,7 @@ class AdapterMethods:
 
 def _name_and_path(asked: Any) -> tuple[str | None, str]:
     """Return the name that a ``lora_request`` has, and the folder, or nothing."""
-    if asked is None or isinstance(asked, str):
+    if asked is None or (isinstance(asked, str) and asked):
         return asked, ""
     name, path = getattr(asked, "lora_name", None), getattr(asked, "lora_path", None)
     if not isinstance(name, str) or not name or not isinstance(path, (str, Path, type(None))):

@@ -164,7 +164,8 @@ class WeightMethods:
             The server, with ``url`` and ``token``; call its ``close()``, or use it as a context.
 
         Raises:
-            UnsupportedModelError: the weights are quantized, or engines share experts.
+            UnsupportedModelError: weights are not held as a checkpoint stores them, because they
+                were quantized while they were loaded, or engines share experts.
             RuntimeError: the engine sleeps, or an update of its weights had failed.
             OSError: the host is not this machine's, or the port is taken.
             RankError: another rank cannot listen; no server of this call goes on.

@@ -69,7 +69,8 @@ def digest(
     with working("reading") as show, open_weights(found) as checkpoint:
         taken, stored = checkpoint.load_format, None
         if not isinstance(checkpoint, ShardedState):
-            stored = stored_digests(found.folder)
+            if out is None or out.resolve() != (found.folder / DIGESTS).resolve():
+                stored = stored_digests(found.folder)  # else they are to be replaced
         elif out is not None:
             raise CommandError(
                 f"{printable(path)} is a sharded state, whose digests.json has a part for each "
