@@ -50,7 +50,8 @@ def way_of_fresh_prompts(
         query.itemsize != 2 or size % 8 or size > 256 or capability(query) < (8, 0)
     ):
         return "pages"
-    return choose(KERNEL, case_of(query, k_cache), _CANDIDATES, query.device)
+    case = case_of(query, k_cache) if query.is_cuda else ""  # nothing is measured for a CPU
+    return choose(KERNEL, case, _CANDIDATES, query.device)
 
 
 def fresh_attention(

@@ -7,7 +7,7 @@ import torch
 from vllm_module.kernels.attention.attention_on_pages import attend_on_pages, takes_pages
 from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
 from vllm_module.kernels.attention.paged_layout import Alone, PagedLayout, Together
-from vllm_module.kernels.matmul.linear import products_in_use
+from vllm_module.kernels.matmul.products import products_in_use
 
 _KEYS_AT_ONCE = 1 << 19  # elements of keys that fit into a CPU's cache
 

@@ -24,7 +24,7 @@ from vllm_module.kernels.attention.reshape_and_cache import (
 from vllm_module.kernels.attention.rotary_embedding import check_angles, rotary_embedding_reference
 from vllm_module.kernels.attention.rotate_tile import rotate_rows
 from vllm_module.kernels.dtypes import FLOATS, can_convert, greatest
-from vllm_module.kernels.matmul.linear import products_in_use
+from vllm_module.kernels.matmul.products import products_in_use
 from vllm_module.kernels.operators import (
     expect,
     expect_writable,

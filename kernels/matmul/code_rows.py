@@ -1,4 +1,4 @@
-"""Weights in codes, as the loops that multiply by them on a CPU read them.
+"""Weights in codes or floats, as the loops that multiply by them on a CPU read them.
 
 Weights stay as they are stored. :mod:`~vllm_module.kernels.matmul.code_rows_matmul` multiplies.
 """
@@ -13,17 +13,20 @@ import torch
 
 from vllm_module.kernels.matmul.compiled_blocks import BLOCKS
 from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, FP8, IN_TABLE, INT8
+from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
 from vllm_module.kernels.matmul.packed_words import Packing
+
+_FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 class CodeRows(NamedTuple):
-    """A weight ``[output, input]`` in groups of bytes that share a scale.
+    """A weight ``[output, input]`` in groups of bytes that share a scale, or in floats.
 
     Attributes:
-        kind: how numbers are stored in a byte, or in a word of 32 bits.
+        kind: how numbers are stored in a byte, in a word of 32 bits, or as floats.
         rows: uint8 ``[output, groups, bytes]``, contiguous; or int32 ``[output / 8, groups,
-            inputs]`` if eight outputs share a word.
-        scales: float32 ``[output, groups]``; without columns if the bytes hold them.
+            inputs]`` if eight outputs share a word; or floats ``[output, 1, input]``.
+        scales: float32 ``[output, groups]``; without columns for floats, or if the bytes hold them.
         zeros: uint8 ``[output, groups]``, subtracted from codes, if ``zero`` is not.
         zero: subtracted from all codes.
         table: float32, values of the codes; or ``None``.
@@ -48,6 +51,14 @@ class CodeRows(NamedTuple):
     def outputs(self) -> int:
         """Number of outputs."""
         return len(self.rows) * (8 if self.kind == DOWN else 1)
+
+
+def float_rows(weight: torch.Tensor) -> CodeRows | None:
+    """Return a weight that is not quantized, or ``None`` if the loops do not take it."""
+    if weight.dtype not in _FLOATS:
+        return None
+    scales = weight.new_empty(len(weight), 0, dtype=torch.float32)
+    return CodeRows(_FLOATS[weight.dtype], weight.unsqueeze(1), scales)
 
 
 def eight_bit_rows(

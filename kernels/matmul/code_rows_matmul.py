@@ -1,4 +1,4 @@
-"""Products with quantized weights on a CPU: codes are dequantized in its cache, row by row.
+"""Products on a CPU by weights in codes, which are dequantized in its cache, and in floats.
 
 Numbers are float32, as in the products that dequantize a weight first. Only the order of sums
 differs. The loops need the extra ``cpu``.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +18,9 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.matmul.code_rows import CodeRows, eight_bit_rows
-from vllm_module.kernels.matmul.compiled_codes import DOWN, INT8
-from vllm_module.kernels.matmul.compiled_rows import ARGUMENTS, compiled_multiply
-from vllm_module.kernels.matmul.linear import products_in_use, seconds_of
+from vllm_module.kernels.matmul.compiled_codes import INT8
+from vllm_module.kernels.matmul.compiled_rows import ARGUMENTS, BYTES, STORED, compiled_multiply
+from vllm_module.kernels.matmul.products import least_seconds, products_in_use, seconds_of
 from vllm_module.kernels.matmul.torch_threads import in_threads
 
 _log = logging.getLogger(__name__)
@@ -35,15 +33,14 @@ _MOST_TOLD = 1 << 14  # weights of which it is kept what the loops are told; som
 
 
 def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether a product with a quantized weight is computed by the loops.
+    """Return whether a product with a weight in codes or floats is computed by the loops.
 
     They were chosen for so many rows (:class:`~vllm_module.kernels.matmul.linear.Products`), and
     no derivative is needed.
     """
-    most = products_in_use.get().codes
+    chosen, rows = products_in_use.get(), x.numel() // max(1, x.shape[-1])
     return (
-        most > 0
-        and 0 < x.numel() <= most * x.shape[-1]
+        (rows in chosen.floats if weight.dtype in FLOATS else 0 < rows <= chosen.codes)
         and x.is_cpu
         and not torch.compiler.is_compiling()
         and torch.is_inference_mode_enabled()
@@ -158,12 +155,14 @@ def _tell(weight: CodeRows) -> tuple[_Told, list[torch.Tensor]]:
     given = {
         "rows": weight.rows,
         "scales": weight.scales,
-        "zeros": weight.rows.new_empty(output, 0) if weight.zeros is None else weight.zeros,
+        "zeros": weight.scales.new_empty(output, 0, dtype=torch.uint8)
+        if weight.zeros is None
+        else weight.zeros,
         "table": _NOTHING if weight.table is None else weight.table,
         "place": place,
         "starts": starts,
     }
-    assert weight.rows.dtype == (torch.int32 if weight.kind == DOWN else torch.uint8)
+    assert weight.rows.dtype == STORED.get(weight.kind, BYTES)[0]
     numbers: list[int] = []
     # The loops see addresses alone: another dtype would be other numbers, or other memory.
     for name, tensor in given.items():
@@ -254,12 +253,9 @@ def fastest_code_rows(
     with torch.inference_mode():
         for rows in _TRIED:
             x = scale.new_ones(rows, _WEIGHTS[-1])
-            least = dict.fromkeys((dequantized, loops), math.inf)
             loops(x, weights[0])  # compiles
-            for _ in range(_ROUNDS):
-                for way in least:
-                    least[way] = min(least[way], seconds(partial(way, x, next(turns))))
-            if least[loops] > _GAIN * least[dequantized]:
+            first, own = least_seconds((dequantized, loops), x, turns, _ROUNDS, seconds)
+            if own > _GAIN * first:
                 break
             most = rows
     return most

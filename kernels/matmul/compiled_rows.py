@@ -1,11 +1,11 @@
-"""Loops over rows of codes, which numba compiles for this CPU where the extra ``cpu`` is installed.
+"""Loops over rows of codes or floats, which numba compiles for this CPU (the extra ``cpu``).
 
 This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.code_rows_matmul`.
 
-Four or eight rows of the weight are dequantized into memory that stays in the cache, and multiplied
-by all rows of the input. If that is one row, the kinds used most are multiplied without writing
-their values. Loops have lengths that the compiler does not know, because it unrolls those that it
-knows instead of computing eight numbers at once.
+Four or eight rows of the weight are read as float32 into memory that stays in the cache, and
+multiplied by all rows of the input. If that is one row, the kinds used most are multiplied without
+writing their values. Loops have lengths that the compiler does not know, because it unrolls those
+that it knows instead of computing eight numbers at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_module.kernels.matmul import compiled_blocks, compiled_codes
+from vllm_module.kernels.matmul import compiled_blocks, compiled_codes, compiled_floats
 from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
+from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
 from vllm_module.kernels.matmul.torch_threads import compiled, pointer, thread, threads
 
 # What the loops are given, in this order; see code_rows.CodeRows. Of rows the kind says the dtype.
@@ -84,8 +85,17 @@ def _products(x: Any, values: Any, n: Any, y: Any) -> None:
         row += 1
 
 
-_VALUES = compiled_codes.VALUES | compiled_blocks.VALUES
-_PRODUCTS = compiled_codes.PRODUCTS | compiled_blocks.PRODUCTS
+_KINDS = compiled_codes, compiled_blocks, compiled_floats
+_VALUES = {kind: write for module in _KINDS for kind, write in module.VALUES.items()}
+_PRODUCTS = {kind: product for module in _KINDS for kind, product in module.PRODUCTS.items()}
+# The dtype of rows, as torch and the loops have it; of other kinds they are bytes.
+STORED = {
+    DOWN: (torch.int32, np.int32),
+    FLOAT32: (torch.float32, np.float32),
+    BFLOAT16: (torch.bfloat16, np.uint16),
+    FLOAT16: (torch.float16, np.uint16),
+}
+BYTES = torch.uint8, np.uint8
 
 
 def compiled_multiply(kind: int, ordered: bool) -> Any:
@@ -112,9 +122,9 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     alone = kind in _PRODUCTS and not ordered  # one row is multiplied without writing values
     write, product = _VALUES[kind], _PRODUCTS.get(kind, compiled_codes.PRODUCTS[0])
     together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
-    stored = np.int32 if down else np.uint8
+    _, stored = STORED.get(kind, BYTES)
     written = _written()
-    for function in (*compiled_codes.USED, *compiled_blocks.USED):
+    for function in (function for module in _KINDS for function in module.USED):
         register_jitable(function)
     for inlined in (write, product, _by_group, _products):
         register_jitable(inline="always")(inlined)  # a call takes as long as a row
@@ -163,5 +173,5 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
 
 def _written() -> int:
     """Return a number that changes with the text of the modules whose functions are inlined."""
-    text = [Path(str(each.__file__)).read_bytes() for each in (compiled_codes, compiled_blocks)]
+    text = [Path(str(module.__file__)).read_bytes() for module in _KINDS]
     return zlib.crc32(b"".join(text)) or 1

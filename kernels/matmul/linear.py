@@ -3,72 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from vllm_module.kernels.matmul.code_rows import float_rows
+from vllm_module.kernels.matmul.code_rows_matmul import multiplied_by_codes
 from vllm_module.kernels.matmul.few_rows_matmul import config_of, few_rows_matmul
+from vllm_module.kernels.matmul.products import (
+    Products,
+    least_seconds,
+    products,
+    products_in_use,
+    seconds_of,
+)
 from vllm_module.kernels.operators import next_power_of_2
 
 _LARGE = 1 << 21  # multiplications below which calling oneDNN gains nothing
-_FEW = 64  # largest number of rows in the class "few"
-_GAIN = 0.9  # largest share of torch's time that oneDNN may take to be chosen
+_LARGE_WEIGHT = 1 << 18  # numbers of a weight below which calling the loops gains nothing
+_GAIN = 0.9  # largest share of the other's time that a way may take to be chosen
 _TRIED = 1, 16, 128  # number of rows timed for each class
+_TRIED_IN_LOOPS = 1, 3, 8, 32, 128
 _ROUNDS = 7  # short rounds, so that another busy process disturbs few of them
 _WEIGHTS = 8, 1024, 1024  # shape of weights larger than a CPU's cache, as a model's are
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
-
-
-class Products(NamedTuple):
-    """What multiplies on a CPU, by number of rows.
-
-    Attributes:
-        one, few, many: True for oneDNN with one row, with 2 to 64 rows, and with more; for large
-            float32 matmuls.
-        codes: largest number of rows that are multiplied by the codes of quantized weights, instead
-            of dequantizing a weight first (:mod:`~vllm_module.kernels.matmul.code_rows_matmul`).
-        pages: True for attention of single tokens that reads a cache's pages where they are
-            (:mod:`~vllm_module.kernels.attention.attention_on_pages`).
-
-    """
-
-    one: bool = False
-    few: bool = False
-    many: bool = False
-    codes: int = 0
-    pages: bool = False
-
-    def use_onednn(self, rows: int) -> bool:
-        """Return whether oneDNN computes a matmul of ``rows`` rows."""
-        return self.one if rows == 1 else self.few if rows <= _FEW else self.many
-
-
-# A NamedTuple is immutable, so all contexts may share the default that ruff warns of.
-products_in_use: ContextVar[Products] = ContextVar("products", default=Products())  # noqa: B039
-
-
-@contextmanager
-def products(chosen: Products) -> Iterator[None]:
-    """Use the libraries of ``chosen`` for this thread's matmuls inside the block."""
-    token = products_in_use.set(chosen)
-    try:
-        yield
-    finally:
-        products_in_use.reset(token)
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def fastest_products(seconds: Callable[[Callable[[], object]], float] = seconds_of) -> Products:
@@ -88,12 +48,61 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = seconds_
     with torch.inference_mode():
         for rows in _TRIED:
             x = torch.ones(rows, _WEIGHTS[-1], dtype=torch.float32, device="cpu")
-            least = dict.fromkeys((F.linear, _onednn), math.inf)
-            for _ in range(_ROUNDS):  # take turns; the first turn compiles oneDNN's kernel
-                for way in least:
-                    least[way] = min(least[way], seconds(partial(way, x, next(weights))))
-            chosen.append(least[_onednn] <= _GAIN * least[F.linear])
-    return Products(*chosen)
+            # The first round compiles oneDNN's kernel.
+            torchs, onednns = least_seconds((F.linear, _onednn), x, weights, _ROUNDS, seconds)
+            chosen.append(onednns <= _GAIN * torchs)
+    one, few, many = chosen
+    return Products(one, few, many)
+
+
+def has_large_weights(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a model of a dtype has weights that are large enough for the loops."""
+    return any(
+        each.dtype == dtype and each.dim() > 1 and each.shape[-2:].numel() >= _LARGE_WEIGHT
+        for each in model.parameters()
+    )
+
+
+def fastest_float_rows(
+    dtype: torch.dtype,
+    chosen: Products,
+    seconds: Callable[[Callable[[], object]], float] = seconds_of,
+) -> range:
+    """Return the numbers of rows that the loops multiply faster than the chosen library.
+
+    Without numba there is none. With it, the first call on a machine compiles the loops in some
+    seconds.
+
+    Args:
+        dtype: of weights and inputs.
+        chosen: what multiplies otherwise.
+        seconds: function that runs its argument and returns the time it took; tests replace it.
+
+    """
+    weights = itertools.cycle(torch.ones(_WEIGHTS, dtype=dtype, device="cpu"))
+    faster = range(0)
+
+    def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with products(chosen):
+            return linear(x, weight)
+
+    def loops(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with products(chosen._replace(floats=range(len(x), len(x) + 1))):
+            return linear(x, weight)
+
+    with torch.inference_mode():
+        for rows in _TRIED_IN_LOOPS:
+            x = torch.ones(rows, _WEIGHTS[-1], dtype=dtype, device="cpu")
+            try:
+                loops(x, next(weights))  # compiles
+            except ImportError:
+                return faster
+            least, own = least_seconds((library, loops), x, weights, _ROUNDS, seconds)
+            if own < least:
+                faster = range(faster.start or rows, rows + 1)
+            elif faster:
+                break
+    return faster
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,10 +111,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     On a GPU, matmuls of at most 16 rows use :mod:`~vllm_module.kernels.matmul.few_rows_matmul` if
     that was measured to be faster.
 
-    Large float32 matmuls on a CPU use oneDNN in inference mode, inside a :func:`products` block,
-    for the classes of rows chosen there. The precision is the same. Rows are padded, by at most an
-    eighth beyond 64 rows, because oneDNN compiles and caches a kernel for every number of rows, in
-    about 0.5 ms.
+    On a CPU, in inference mode and inside a :func:`~vllm_module.kernels.matmul.products.products`
+    block, a few rows are multiplied by large weights in the loops of
+    :mod:`~vllm_module.kernels.matmul.code_rows_matmul`, whose sums are float32 for any dtype, and
+    large float32 matmuls use oneDNN, as far as they were chosen there. Rows for oneDNN are padded,
+    by at most an eighth beyond 64 rows, because it compiles and caches a kernel for every number
+    of rows, in about 0.5 ms.
 
     Args:
         x: ``[..., input]``.
@@ -124,7 +135,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         raise ValueError(f"weight is on meta, and must be on {x.device}")
     if x.is_cuda and (config := config_of(x, weight, bias)) is not None:
         return few_rows_matmul(x, weight, bias, config)
-    if not _is_for_onednn(x, weight, bias):
+    compiling = torch.compiler.is_compiling()  # then the compiler chooses libraries itself
+    if not compiling and products_in_use.get().floats and _is_for_loops(x, weight, bias):
+        product = multiplied_by_codes(x, float_rows, weight, bias=bias)
+        if product is not None:
+            return product
+    if compiling or not _is_for_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
@@ -146,11 +162,23 @@ def _padded(rows: int) -> int:
     return power if rows <= 8 else -(-rows // step) * step
 
 
+def _is_for_loops(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return whether the loops, if they were chosen, gain and support these dtypes and shapes."""
+    return (
+        weight.numel() >= _LARGE_WEIGHT
+        and weight.dim() == 2
+        and weight.is_cpu
+        and x.dtype == weight.dtype
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Return whether to use oneDNN: it was chosen and supports these dtypes and shapes."""
     return (
-        not torch.compiler.is_compiling()  # the compiler chooses libraries itself
-        and x.numel() * weight.shape[0] > _LARGE
+        x.numel() * weight.shape[0] > _LARGE
         and weight.dim() == 2
         and products_in_use.get().use_onednn(x.numel() // max(1, x.shape[-1]))
         and torch.is_inference_mode_enabled()  # oneDNN keeps no derivatives

@@ -94,13 +94,22 @@ def compiled(function: Any) -> Any:
     long as the file of ``function`` does not change.
 
     Raises:
-        ImportError: numba is not installed, or torch's threads are not those of OpenMP.
+        ImportError: numba is not installed or finds no folder for its cache, or torch's threads are
+            not those of OpenMP.
 
     """
     from numba import cfunc, types
 
     tell_numba()
-    return cfunc(types.void(types.CPointer(types.int64)), cache=True, **_OPTIONS)(function)
+    try:
+        return cfunc(types.void(types.CPointer(types.int64)), cache=True, **_OPTIONS)(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        raise ImportError(  # compiling for seconds at each start would cost more than it gains
+            "numba keeps what it compiles for this CPU, and found no folder that it can write: set "
+            "NUMBA_CACHE_DIR to one"
+        ) from error
 
 
 def in_threads(function: Any, threads: int) -> Callable[[Iterable[int]], None]:

@@ -34,9 +34,9 @@ from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_pac
 from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
-from vllm_module.kernels.matmul.linear import Products, products
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul
 from vllm_module.kernels.matmul.packed_words import Packing
+from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
 
 CODES = Products(codes=1 << 30)
@@ -50,6 +50,7 @@ QUANTIZED: dict[str, Any] = {  # with a head in float32, tied or not, and with a
     "int4 and head": QuantizationConfig(scheme=INT4, overrides={"lm_head": INT4}),
     "Q8_0": None,
 }
+FLOATS = "float32", "bfloat16"
 AWQ = 0, 4, 1, 5, 2, 6, 3, 7
 EXPERTS, TOP_K = 8, 2
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -198,33 +199,33 @@ def engines(folder: Path, shape: str, n: int, requests: int, tokens: int) -> dic
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 32000) for _ in range(8)] for _ in range(requests)]
     works: dict[str, Any] = {}
-    for name, scheme in {"float32": None, **QUANTIZED}.items():
-        source = blocks if name == "Q8_0" else plain
+    chose = {}
+    for name, scheme in {**dict.fromkeys(FLOATS), **QUANTIZED}.items():
         llm = LLM(
-            source, dtype="float32", max_model_len=64, max_num_seqs=32, quantization=scheme,
+            blocks if name == "Q8_0" else plain, dtype=name if name in FLOATS else "float32",
+            max_model_len=64, max_num_seqs=32, quantization=scheme,
             kv_cache_memory_bytes=1 << 27, skip_tokenizer_init=True,
         )  # fmt: skip
-        chosen = llm.executor.products
-        ways = {name: chosen}
-        if name in QUANTIZED:
-            before = chosen._replace(codes=0, pages=False)
-            ways = {f"{name} before": before, f"{name} after": chosen}
+        chosen = chose[name] = llm.executor.products
+        before = chosen._replace(floats=range(0), codes=0, pages=False)
         given = []
-        for way, of in ways.items():
-            works[way] = partial(_tokens, llm, of, prompts, tokens)
-            given.append(works[way]())
-        if given[0] != given[-1]:
-            raise SystemExit(f"{name} gives other tokens by its codes: no figures")
+        for way, of in (("before", before), ("after", chosen)):
+            works[f"{name} {way}"] = partial(_tokens, llm, of, prompts, tokens)
+            given.append(works[f"{name} {way}"]())
+        if given[0] != given[-1] and name != "bfloat16":  # whose sums torch rounds otherwise
+            raise SystemExit(f"{name} gives other tokens in the loops: no figures")
     seconds = rounds(works, n)
     per_second = {
         name: spread([requests * tokens / each for each in seconds[name]]) for name in seconds
     }
     ratios = {
-        f"{name} after {peer}": spread(over(seconds, other, f"{name} after"))
-        for name in QUANTIZED
-        for peer, other in (("to before", f"{name} before"), ("to float32", "float32"))
+        f"{name} after to {peer}": spread(over(seconds, peer, f"{name} after"))
+        for name in chose
+        for peer in dict.fromkeys((f"{name} before", "float32 before", "float32 after"))
+        if peer != f"{name} after"
     }
-    return {"tokens_per_second": per_second, "ratios": ratios, "codes": chosen.codes}
+    chosen_by = {name: str(each) for name, each in chose.items()}
+    return {"tokens_per_second": per_second, "ratios": ratios, "chosen": chosen_by}
 
 
 def gguf_of(plain: Path, folder: Path) -> Path:

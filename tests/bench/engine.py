@@ -34,7 +34,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
-from vllm_module.kernels.matmul.linear import Products, fastest_products, linear, products
+from vllm_module.kernels.matmul.linear import fastest_products, linear
+from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.model_runner import ModelRunner
@@ -349,7 +350,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "shapes": SHAPES | RECURRENT,
     }
-    results["chosen products"] = [fastest_products()._asdict() for _ in range(ROUNDS)]
+    results["chosen products"] = [str(fastest_products()) for _ in range(ROUNDS)]
     print(f"oneDNN is chosen, asked {ROUNDS} times: {results['chosen products']}")
     for rows, columns, out in ((1, 1024, 6144), (32, 1024, 6144), (512, 1024, 6144)):
         shape = f"{rows}x{columns} by {columns}x{out}"

@@ -18,7 +18,7 @@ from vllm_module.base.waiting import at_most
 from vllm_module.distributed import pipe
 from vllm_module.distributed.pipe import StagePipe
 from vllm_module.errors import RankError
-from vllm_module.kernels.matmul.linear import Products
+from vllm_module.kernels.matmul.products import Products
 from vllm_module.runtime.ranks import in_flight
 from vllm_module.runtime.ranks.in_flight import PipelineSteps, StepsInFlight, heard_ahead
 

@@ -9,7 +9,7 @@ from vllm_module.kernels.attention.attention_on_pages import can_attend_on_pages
 from vllm_module.kernels.attention.paged_attention import paged_attention
 from vllm_module.kernels.attention.paged_layout import PagedLayout
 from vllm_module.kernels.attention.rotate_and_cache import rotate_and_cache
-from vllm_module.kernels.matmul.linear import Products, products
+from vllm_module.kernels.matmul.products import Products, products
 
 pytest.importorskip("numba")
 PAGES, SIZE, HEADS, KV_HEADS = 40, 3, 6, 2

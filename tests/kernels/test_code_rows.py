@@ -20,9 +20,9 @@ from vllm_module.kernels.matmul import compiled_codes, compiled_rows
 from vllm_module.kernels.matmul.code_rows import eight_bit_rows
 from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
-from vllm_module.kernels.matmul.linear import Products, products
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul
 from vllm_module.kernels.matmul.packed_words import Packing
+from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
 
 pytest.importorskip("numba")

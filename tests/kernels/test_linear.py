@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from vllm_module.kernels.matmul import linear as home
-from vllm_module.kernels.matmul.linear import Products, fastest_products, linear, products
+from vllm_module.kernels.matmul.linear import fastest_products, linear
+from vllm_module.kernels.matmul.products import Products, products
 
 ONEDNN = Products(one=True, few=True, many=True)
 

@@ -20,7 +20,7 @@ from vllm_module import vLLMModule
 from vllm_module.distributed import expert_parallel, run_ranks
 from vllm_module.kernels.matmul import code_rows_matmul
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
-from vllm_module.kernels.matmul.linear import Products, products
+from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.layers import FusedMoE, MergedColumnParallelLinear, RowParallelLinear
 from vllm_module.quantization import EightBitMethod, Scheme
 from vllm_module.quantization.gguf import GGUFMethod

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from vllm_module import DeviceConfig, LoadConfig, ModelConfig
 from vllm_module.config import EngineConfig
-from vllm_module.kernels.matmul import linear
+from vllm_module.kernels.matmul.products import Products, products_in_use
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.ranks import executor as executors
+from vllm_module.runtime.ranks import fastest
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
@@ -148,7 +148,7 @@ def test_every_rank_multiplies_as_rank_0_chose(
     alone: Executor, shared: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 sends its choice of products with each step, and a rank that obeys uses it."""
-    chosen, told, used = linear.Products(few=True), [], []
+    chosen, told, used = Products(few=True), [], []
     monkeypatch.setattr(shared, "products", chosen)
     tell = shared._ranks.tell
     monkeypatch.setattr(
@@ -156,10 +156,10 @@ def test_every_rank_multiplies_as_rank_0_chose(
     )
     shared.run(PREFILL)
     assert told == [("run", (PREFILL, chosen))]
-    monkeypatch.setattr(alone.worker, "run", lambda _: used.append(linear.products_in_use.get()))
+    monkeypatch.setattr(alone.worker, "run", lambda _: used.append(products_in_use.get()))
     alone._obey(*told[0])
     assert used == [chosen]
-    assert linear.products_in_use.get() == linear.Products()
+    assert products_in_use.get() == Products()
 
 
 def test_products_are_measured_once_and_for_float32_only(
@@ -168,12 +168,12 @@ def test_products_are_measured_once_and_for_float32_only(
     """Engines of a process share one measurement; a model in bfloat16 needs none."""
     measured = []
 
-    def measure() -> linear.Products:
+    def measure() -> Products:
         measured.append(len(measured))
-        return linear.Products(many=True)
+        return Products(many=True)
 
-    monkeypatch.setattr(executors, "fastest_products", measure)
-    executors._fastest_products.cache_clear()
+    monkeypatch.setattr(fastest, "fastest_products", measure)
+    fastest._fastest_products.cache_clear()
     try:
         for dtype, expected in (("bfloat16", False), ("float32", True), ("float32", True)):
             config = EngineConfig(kv_cache_memory_bytes=1 << 20)
@@ -183,14 +183,14 @@ def test_products_are_measured_once_and_for_float32_only(
             made.close()
         assert measured == [0]
     finally:
-        executors._fastest_products.cache_clear()
+        fastest._fastest_products.cache_clear()
 
 
 def test_rows_of_codes_are_chosen_for_quantized_models_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products with codes are measured for quantized weights, whatever the model's dtype."""
-    monkeypatch.setattr(executors, "fastest_code_rows", lambda threads: 64)
+    monkeypatch.setattr(fastest, "fastest_code_rows", lambda threads: 64)
     config = EngineConfig(kv_cache_memory_bytes=1 << 20)
     for dtype, scheme, expected in (
         ("float32", None, 0),
@@ -201,6 +201,33 @@ def test_rows_of_codes_are_chosen_for_quantized_models_only(
         made = Executor(model, LoadConfig(), DeviceConfig(device="cpu"), config)
         assert made.products.codes == expected
         made.close()
+
+
+@pytest.mark.parametrize(("vocab", "large"), [(2047, False), (2048, True)])
+def test_the_loops_for_floats_are_for_large_weights(
+    vocab: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are measured with the library that was chosen, once, and not for small weights."""
+    chosen, asked = Products(few=True), []
+
+    def measure(dtype: torch.dtype, library: Products) -> range:
+        asked.append((dtype, library))
+        return range(1, 4)
+
+    # Clocks of this machine would decide.
+    monkeypatch.setattr(fastest, "_fastest_products", lambda threads: chosen)
+    monkeypatch.setattr(fastest, "fastest_float_rows", measure)
+    monkeypatch.setattr(fastest, "can_attend_on_pages", lambda dtype: True)
+    fastest._fastest_float_rows.cache_clear()
+    model = torch.nn.Linear(128, vocab)
+    try:
+        for dtype, library in ((torch.float32, chosen), (torch.bfloat16, Products())) * 2:
+            found = fastest.fastest_for(model.to(dtype), dtype)
+            expected = {"floats": range(1, 4), "pages": True} if large else {}
+            assert found == library._replace(**expected)
+        assert asked == [(torch.float32, chosen), (torch.bfloat16, Products())][: 2 * large]
+    finally:
+        fastest._fastest_float_rows.cache_clear()
 
 
 def test_ranks_of_torchrun_follow_the_first(folder: Path, tmp_path: Path, alone: Executor) -> None:

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +18,7 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from vllm_module.distributed import StagePipe, pipeline_parallel, tensor_parallel, together
 from vllm_module.errors import ModelNotReadyError, RankError, WeightLoadError
-from vllm_module.kernels.attention.attention_on_pages import can_attend_on_pages
-from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
-from vllm_module.kernels.matmul.linear import Products, fastest_products, products
-from vllm_module.quantization.method import QuantizableLayer
+from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.runtime.devices import current, own_device
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.ranks.changing import WeightChanges
@@ -32,6 +29,7 @@ from vllm_module.runtime.ranks.connections import (
     stage_of,
 )
 from vllm_module.runtime.ranks.extension import OwnCalls, worker_class
+from vllm_module.runtime.ranks.fastest import fastest_for
 from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.in_flight import PipelineSteps, heard_ahead
 from vllm_module.runtime.ranks.rounds import Rounds, ending
@@ -140,14 +138,7 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
         # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
         self.products = Products()
         if self.rank == 0 and self._ranks.device.type == "cpu":
-            threads = torch.get_num_threads()
-            if self.worker.source.dtype == torch.float32:
-                self.products = _fastest_products(threads)
-            layers = self.worker.model.modules()
-            if any(isinstance(each, QuantizableLayer) and each.is_quantized for each in layers):
-                codes = fastest_code_rows(threads)
-                pages = codes > 0 and can_attend_on_pages(self.worker.source.dtype)
-                self.products = self.products._replace(codes=codes, pages=pages)
+            self.products = fastest_for(self.worker.model, self.worker.source.dtype)
         self.products = self.of_first(self.products)
 
     def start(self, max_model_len: int) -> tuple[int, int]:
@@ -357,12 +348,6 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
             if raised is error:
                 raise
             raise raised from error
-
-
-@cache
-def _fastest_products(threads: int) -> Products:
-    """Measure which library multiplies faster, once for each number of threads in this process."""
-    return fastest_products()
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from vllm_module.base.waiting import taken
 from vllm_module.build.consistency import demand_alike
 from vllm_module.distributed import together
 from vllm_module.errors import ModelNotReadyError
-from vllm_module.kernels.matmul.linear import Products, products
+from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.runtime.ranks.group import Ranks
 from vllm_module.runtime.ranks.worker import SequenceMemory, Worker
 from vllm_module.runtime.step_inputs import StepInputs
