@@ -23,6 +23,7 @@ from vllm_module.kernels.operators import next_power_of_2
 
 _LARGE = 1 << 21  # multiplications below which calling oneDNN gains nothing
 _LARGE_WEIGHT = 1 << 18  # numbers of a weight below which calling the loops gains nothing
+_WORTHWHILE = 64 << 20  # bytes of large weights
 _GAIN = 0.9  # largest share of the other's time that a way may take to be chosen
 _TRIED = 1, 16, 128  # number of rows timed for each class
 _TRIED_IN_LOOPS = 1, 3, 8, 32, 128
@@ -55,12 +56,17 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = seconds_
     return Products(one, few, many)
 
 
-def has_large_weights(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a model of a dtype has weights that are large enough for the loops."""
-    return any(
-        each.dtype == dtype and each.dim() > 1 and each.shape[-2:].numel() >= _LARGE_WEIGHT
+def are_loops_worthwhile(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a model's weights of a dtype are large enough for the loops, and many enough.
+
+    To import numba takes some 0.3 s, and with less than 64 MiB of weights they are never regained.
+    """
+    large = (
+        each.nbytes
         for each in model.parameters()
+        if each.dtype == dtype and each.dim() > 1 and each.shape[-2:].numel() >= _LARGE_WEIGHT
     )
+    return sum(large) >= _WORTHWHILE
 
 
 def fastest_float_rows(

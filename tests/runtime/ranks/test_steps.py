@@ -203,29 +203,43 @@ def test_rows_of_codes_are_chosen_for_quantized_models_only(
         made.close()
 
 
-@pytest.mark.parametrize(("vocab", "large"), [(2047, False), (2048, True)])
-def test_the_loops_for_floats_are_for_large_weights(
-    vocab: int, large: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shape", "count", "dtype", "large"),
+    [
+        ((512, 511), 300, torch.float32, False),
+        ((512, 512), 63, torch.float32, False),
+        ((512, 512), 64, torch.float32, True),
+        ((512, 512), 127, torch.bfloat16, False),
+        ((512, 512), 128, torch.bfloat16, True),
+    ],
+)
+def test_the_loops_for_floats_are_for_64_mib_of_large_weights(
+    shape: tuple[int, int],
+    count: int,
+    dtype: torch.dtype,
+    large: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are measured with the library that was chosen, once, and not for small weights."""
-    chosen, asked = Products(few=True), []
+    """They are measured once, beside the library that was chosen, and not for smaller models."""
+    library, asked = Products(few=dtype == torch.float32), []
 
-    def measure(dtype: torch.dtype, library: Products) -> range:
-        asked.append((dtype, library))
+    def measure(*given: object) -> range:
+        asked.append(given)
         return range(1, 4)
 
     # Clocks of this machine would decide.
-    monkeypatch.setattr(fastest, "_fastest_products", lambda threads: chosen)
+    monkeypatch.setattr(fastest, "_fastest_products", lambda threads: Products(few=True))
     monkeypatch.setattr(fastest, "fastest_float_rows", measure)
     monkeypatch.setattr(fastest, "can_attend_on_pages", lambda dtype: True)
     fastest._fastest_float_rows.cache_clear()
-    model = torch.nn.Linear(128, vocab)
+    layers = (torch.nn.Linear(*shape, device="meta", dtype=dtype) for _ in range(count))
+    model = torch.nn.ModuleList(layers)
     try:
-        for dtype, library in ((torch.float32, chosen), (torch.bfloat16, Products())) * 2:
-            found = fastest.fastest_for(model.to(dtype), dtype)
-            expected = {"floats": range(1, 4), "pages": True} if large else {}
-            assert found == library._replace(**expected)
-        assert asked == [(torch.float32, chosen), (torch.bfloat16, Products())][: 2 * large]
+        for _ in range(2):
+            found = fastest.fastest_for(model, dtype)
+            changed = {"floats": range(1, 4), "pages": True} if large else {}
+            assert found == library._replace(**changed)
+        assert asked == [(dtype, library)][:large]
     finally:
         fastest._fastest_float_rows.cache_clear()
 

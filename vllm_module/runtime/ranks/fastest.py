@@ -10,9 +10,9 @@ from torch import nn
 from vllm_module.kernels.attention.attention_on_pages import can_attend_on_pages
 from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.linear import (
+    are_loops_worthwhile,
     fastest_float_rows,
     fastest_products,
-    has_large_weights,
 )
 from vllm_module.kernels.matmul.products import Products
 from vllm_module.quantization.method import QuantizableLayer
@@ -21,8 +21,8 @@ from vllm_module.quantization.method import QuantizableLayer
 def fastest_for(model: nn.Module, dtype: torch.dtype) -> Products:
     """Return what multiplies fastest by a model's weights, with torch's current threads.
 
-    Engines of a process share measurements. A model of small weights is not worth the import of
-    numba.
+    Engines of a process share measurements. A model of small or few weights is not worth the
+    import of numba.
 
     Args:
         model: a model on the CPU.
@@ -34,7 +34,7 @@ def fastest_for(model: nn.Module, dtype: torch.dtype) -> Products:
     layers = [each for each in model.modules() if isinstance(each, QuantizableLayer)]
     if any(each.is_quantized for each in layers):
         chosen = chosen._replace(codes=fastest_code_rows(threads))
-    if has_large_weights(model, dtype):
+    if are_loops_worthwhile(model, dtype):
         chosen = chosen._replace(floats=_fastest_float_rows(dtype, chosen, threads))
     in_loops = chosen.codes > 0 or bool(chosen.floats)
     return chosen._replace(pages=in_loops and can_attend_on_pages(dtype))
