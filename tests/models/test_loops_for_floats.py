@@ -31,7 +31,7 @@ def test_tokens_are_those_of_transformers(
     # Tiny weights gain nothing, and clocks of this machine would decide.
     monkeypatch.setattr(linear, "_LARGE_WEIGHT", 1)
     chosen = Products(floats=range(1, 9), pages=True)
-    monkeypatch.setattr(executor, "fastest_for", lambda model, dtype: chosen)
+    monkeypatch.setattr(executor, "fastest_for", lambda *_, **__: chosen)
     monkeypatch.setattr(code_rows_matmul, "_multiply", counted)
     prompts = [{"prompt_token_ids": ids} for ids in checkpoint.reference.prompts]
     asked = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)

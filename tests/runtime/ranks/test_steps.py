@@ -240,6 +240,7 @@ def test_the_loops_for_floats_are_for_64_mib_of_large_weights(
             changed = {"floats": range(1, 4), "pages": True} if large else {}
             assert found == library._replace(**changed)
         assert asked == [(dtype, library)][:large]
+        assert fastest.fastest_for(model, dtype, decodes=False) == library
     finally:
         fastest._fastest_float_rows.cache_clear()
 

@@ -138,7 +138,8 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
         # Chosen by rank 0 for all, because replicated layers must round equally on every rank.
         self.products = Products()
         if self.rank == 0 and self._ranks.device.type == "cpu":
-            self.products = fastest_for(self.worker.model, self.worker.source.dtype)
+            dtype, decodes = self.worker.source.dtype, not self.worker.is_encoder
+            self.products = fastest_for(self.worker.model, dtype, decodes=decodes)
         self.products = self.of_first(self.products)
 
     def start(self, max_model_len: int) -> tuple[int, int]:

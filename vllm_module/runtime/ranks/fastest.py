@@ -18,7 +18,7 @@ from vllm_module.kernels.matmul.products import Products
 from vllm_module.quantization.method import QuantizableLayer
 
 
-def fastest_for(model: nn.Module, dtype: torch.dtype) -> Products:
+def fastest_for(model: nn.Module, dtype: torch.dtype, *, decodes: bool = True) -> Products:
     """Return what multiplies fastest by a model's weights, with torch's current threads.
 
     Engines of a process share measurements. A model of small or few weights is not worth the
@@ -27,6 +27,7 @@ def fastest_for(model: nn.Module, dtype: torch.dtype) -> Products:
     Args:
         model: a model on the CPU.
         dtype: of its weights that are not quantized, and of its cache.
+        decodes: whether it computes single tokens, unlike an encoder.
 
     """
     threads = torch.get_num_threads()
@@ -34,9 +35,9 @@ def fastest_for(model: nn.Module, dtype: torch.dtype) -> Products:
     layers = [each for each in model.modules() if isinstance(each, QuantizableLayer)]
     if any(each.is_quantized for each in layers):
         chosen = chosen._replace(codes=fastest_code_rows(threads))
-    if are_loops_worthwhile(model, dtype):
+    if decodes and are_loops_worthwhile(model, dtype):
         chosen = chosen._replace(floats=_fastest_float_rows(dtype, chosen, threads))
-    in_loops = chosen.codes > 0 or bool(chosen.floats)
+    in_loops = decodes and (chosen.codes > 0 or bool(chosen.floats))
     return chosen._replace(pages=in_loops and can_attend_on_pages(dtype))
 
 
