@@ -17,8 +17,19 @@ from vllm_module.errors import UnsupportedModelError
 ATOMS = [
     *("a", "b", "ab", "aab", "."),
     *(r"\.", r"\w", r"\W", r"\d", "[ab]", "[^a]", "[^.]", "[]a]", r"[a\].]", r"\x61"),
+    *(
+        r"\D",
+        r"\S",
+        r"\s",
+        r"\0",
+        r"\056",
+        r"\u0061",
+        r"\U00000062",
+        r"\N{FULL STOP}",
+        r"[\N{DIGIT ONE}]",
+    ),
 ]
-EDGES = ["^", "$", r"\b", r"\B"]
+EDGES = ["^", "$", r"\b", r"\B", r"\A", r"\Z"]
 REPEATS = ["*", "+", "?", "*?", "+?", "??", "{2}", "{1,2}", "{,2}", "{2,}", "{0}", "{1,3}?"]
 
 

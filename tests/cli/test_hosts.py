@@ -256,6 +256,31 @@ def test_a_host_whose_command_fails(
     assert time.monotonic() - begin < host_watch.LINGER / 2
 
 
+@pytest.mark.parametrize(
+    ("left", "named"),
+    [
+        ((3, 0, None), 1), ((None, 4, 0), 2), ((0, None, 5), 3), ((6, 7, 8), 1), ((0, 0, 9), 3),
+        ((None, 8, None), 2), ((-9, None, 0), 1),
+    ],
+)  # fmt: skip
+def test_whichever_host_fails_is_named(
+    left: tuple[int | None, ...], named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before hosts that have ended well or go on, and the first of several."""
+    ended = threading.Event()
+    monkeypatch.setattr(os, "kill", lambda *_: ended.set())  # it would end the tests
+    for name in ("BEAT", "GRACE", "LINGER"):
+        monkeypatch.setattr(host_watch, name, 0.05)  # they last for up to ten seconds
+    store = dist.HashStore()
+    for number, code in enumerate(left, 1):
+        store.set(host_watch.beat_of(number), "1" if code is None else f"left {code}")
+    watch = host_watch.HostWatch(store, 0, {1: "one", 2: "two", 3: "three"})
+    assert ended.wait(10)
+    watch.end(1)
+    assert f"host {named} " in watch.found
+    assert f"has ended with code {left[named - 1]}:" in watch.found
+
+
 @pytest.fixture(autouse=True)
 def exited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The end of this process by a watch, whose command does not end, is noted in its place."""

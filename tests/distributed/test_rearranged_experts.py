@@ -167,6 +167,23 @@ def test_the_engines_own_counts_say_who_moves(spread: LLM, expected: Any) -> Non
     assert tokens(spread) == expected
 
 
+@pytest.mark.parametrize("way", ["own counts", "counts", "as it is", "elsewhere"])
+def test_counts_begin_again_with_each_call(spread: LLM, way: str) -> None:
+    """Whether an expert moves or not."""
+    placements = spread.expert_placements()
+    given: dict[str, Any] = {
+        "own counts": {},
+        "counts": {"counts": [[1.0] * (1 + max(each)) for each in placements.values()]},
+        "as it is": {"placements": placements},
+        "elsewhere": {"placements": {p: drawn(random.Random(7), e) for p, e in placements.items()}},
+    }
+    for _ in range(2):
+        spread.rearrange_experts(**given[way])
+        assert {sum(each) for each in spread.expert_counts().values()} == {0}
+        tokens(spread)
+        assert all(sum(each) for each in spread.expert_counts().values())
+
+
 def test_what_cannot_be_is_refused(spread: LLM, alone: LLM, folder: Path, expected: Any) -> None:
     """By name, before anything moves."""
     placements = spread.expert_placements()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from vllm_module.kernels.attention.attention_on_pages import can_attend_on_pages
 from vllm_module.kernels.attention.paged_attention import paged_attention
@@ -100,3 +103,79 @@ def test_rotation_beside_torch(neox: bool, normed: bool, pairs: int) -> None:
         results.append((query, cache))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert results[1][1].ne(0).any(-1).sum() == 2 * 2 * KV_HEADS
+
+
+def spread(x: torch.Tensor, gaps: list[int]) -> torch.Tensor:
+    """Return a view with the numbers of ``x``, and drawn gaps before its dimensions but the last.
+
+    The only dimension of a vector has gaps, too.
+    """
+    inner = x.shape[-1:] if x.dim() > 1 else ()
+    steps = [gaps.pop() for _ in x.shape[: x.dim() - len(inner)]]
+    outer = [size * step for size, step in zip(x.shape, steps, strict=False)]
+    room = x.new_full((*outer, *inner), 99)
+    view = room[tuple(slice(None, None, step) for step in steps)]
+    return view.copy_(x)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 6),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    half=st.integers(1, 5),
+    pairs=st.integers(1, 5),
+    size=st.integers(1, 4),
+    neox=st.booleans(),
+    normed=st.booleans(),
+    gaps=st.lists(st.integers(1, 3), min_size=24, max_size=24),
+    seed=st.integers(0, 1 << 16),
+)
+def test_rotation_written_out(
+    tokens: int,
+    heads: tuple[int, int],
+    half: int,
+    pairs: int,
+    size: int,
+    neox: bool,
+    normed: bool,
+    gaps: list[int],
+    seed: int,
+) -> None:
+    """Any strides of each tensor, and each slot from the first to the last, or none."""
+    torch.manual_seed(seed)
+    kv_heads, columns, pairs = heads[0], 2 * half, min(half, pairs)
+    pages = -(-tokens // size) + 1
+    slots = torch.randperm(pages * size + 1)[:tokens] - 1
+    query = torch.randn(tokens, kv_heads * heads[1], columns)
+    key, value = torch.randn(2, tokens, kv_heads, columns)
+    cos, sin = torch.randn(2, tokens, pairs)
+    weights = (torch.rand(columns), torch.rand(columns)) if normed else (None, None)
+    caches = [spread(torch.full((pages, size, kv_heads, columns), 7.0), gaps) for _ in range(2)]
+
+    def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        x = x.double()
+        if weight is not None:
+            x = F.rms_norm(x, x.shape[-1:], weight.double() + 0.5, 1e-6)
+        part = x[..., : 2 * pairs].unflatten(-1, (2, pairs) if neox else (pairs, 2))
+        part = part.transpose(-1, -2) if neox else part
+        angles = torch.complex(cos.double(), sin.double()).unsqueeze(1)
+        pair = torch.view_as_real(torch.view_as_complex(part.contiguous()) * angles)
+        pair = pair.transpose(-1, -2) if neox else pair
+        return torch.cat((pair.flatten(-2), x[..., 2 * pairs :]), -1)
+
+    expected = torch.full((2, pages * size, kv_heads, columns), 7.0, dtype=torch.float64)
+    stored = slots >= 0
+    expected[0, slots[stored]] = turned(key, weights[1])[stored]
+    expected[1, slots[stored]] = value[stored].double()
+    given = [spread(each, gaps) for each in (query, key, value, cos, sin, slots)]
+    *rows, places = given
+    with torch.inference_mode(), products(Products(pages=True)):
+        tables, starts = torch.arange(pages).int()[None], torch.tensor([0, tokens]).int()
+        layout = PagedLayout(tables, starts[1:], starts, places)
+        result = rotate_and_cache(
+            *rows, *caches, places, None, None, neox, *weights, 1e-6, 0.5, layout=layout
+        )
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(result.double(), turned(query, weights[0]), **close)
+    for cache, of_cache in zip(caches, expected, strict=True):
+        torch.testing.assert_close(cache.double().flatten(0, 1), of_cache, **close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -33,8 +34,35 @@ def fused(rank: int, size: int) -> MergedColumnParallelLinear:
         return MergedColumnParallelLinear(6, [8, 8], bias=True, shard_names=("gate", "up"))
 
 
-def received(plan: TransferPlan, source: Layout, weights: Any, transport: Any) -> list[Any]:
-    """Return what each rank of the target gets of two ranks of the source, which are threads."""
+Tensors = dict[str, torch.Tensor]
+
+
+def in_one_buffer(parameters: Tensors) -> Tensors:
+    """Return the tensors as views of one memory, with numbers between them, as FSDP has them."""
+    room, at = torch.full((sum(each.numel() + 3 for each in parameters.values()),), 99.0), 0
+    views = {}
+    for name, each in parameters.items():
+        views[name] = room[at + 3 : at + 3 + each.numel()].view(each.shape).copy_(each)
+        at += each.numel() + 3
+    return views
+
+
+def transposed(parameters: Tensors) -> Tensors:
+    """Return the tensors with the strides of transposed ones."""
+    return {name: each.t().contiguous().t() for name, each in parameters.items()}
+
+
+def received(
+    plan: TransferPlan,
+    source: Layout,
+    weights: Any,
+    transport: Any,
+    held: Callable[[Tensors], Tensors] = dict,
+) -> list[Any]:
+    """Return what each rank of the target gets of two ranks of the source, which are threads.
+
+    ``held`` are a source's parameters in other memory.
+    """
     store, size = dist.HashStore(), 2 + plan.target_ranks
 
     def work(rank: int) -> dict[str, torch.Tensor]:
@@ -43,7 +71,7 @@ def received(plan: TransferPlan, source: Layout, weights: Any, transport: Any) -
             return dict(receive_boxes(plan, group=group, timeout=LIMIT, transport=transport))
         layer = fused(rank, 2)
         layer.load_weights(weights)
-        parameters = dict(layer.named_parameters())
+        parameters = held({name: each.data for name, each in layer.named_parameters()})
         send_boxes(plan, source, parameters, group=group, timeout=LIMIT, transport=transport)
         return {}
 
@@ -63,6 +91,17 @@ def test_a_slot_in_the_middle_of_a_parameter_is_sent(transport: Any) -> None:
     assert arrived.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(arrived[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("held", [in_one_buffer, transposed])
+def test_boxes_of_tensors_that_lie_elsewhere(held: Callable[[Tensors], Tensors]) -> None:
+    """A trainer's tensors are views of larger memory, or have other strides."""
+    weights = random_weights(fused(0, 1).expected_weights(), seed=1)
+    source = fused(0, 2).plan_weights(weights).layout(2)
+    for ranks in (1, 2):
+        target = fused(0, 1).plan_weights(weights).layout(ranks)
+        for arrived in received(TransferPlan(source, target), source, weights, "group", held):
+            torch.testing.assert_close(arrived, weights, rtol=0, atol=0)
 
 
 class OneProcess:

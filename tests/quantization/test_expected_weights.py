@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from vllm_module.layers import (
     MergedColumnParallelLinear,
     RowParallelLinear,
 )
+from vllm_module.parameters import BlockQuantScaleParameter, Dim
 from vllm_module.quantization import EightBitMethod, QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, BitsAndBytes8BitMethod
 from vllm_module.quantization.gguf import GGUFMethod
@@ -126,3 +128,31 @@ def test_mxfp8_has_the_dtypes_that_compressed_tensors_writes() -> None:
     for name in ("weight", "weight_scale"):
         assert expected[name].shape == written[name].shape
         assert expected[name].dtype == written[name].dtype
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        *permutations((torch.float32, torch.bfloat16, torch.float8_e8m0fnu)),
+        *permutations((torch.bfloat16, torch.float8_e8m0fnu)),
+        (),
+    ],
+)
+def test_of_several_dtypes_a_parameters_own_is_expected(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Else the first one; and what is expected is loaded, in the order in which it is declared."""
+
+    class Scales(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = BlockQuantScaleParameter(
+                Dim.whole(96), Dim.whole(64), block=(32, 32), stored_dtypes=dtypes, tp_rank=0,
+                tp_size=1, dtype=torch.float32,
+            )  # fmt: skip
+
+    module = Scales()
+    (expected,) = module.expected_weights().values()
+    own = torch.float32 in dtypes or not dtypes
+    assert expected.dtype == (torch.float32 if own else dtypes[0])
+    numbers = 2.0 ** torch.arange(6).view(3, 2)
+    module.load_weights({"scale": numbers.to(expected.dtype)})
+    assert torch.equal(module.scale.data, numbers)

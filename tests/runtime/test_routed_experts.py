@@ -65,14 +65,17 @@ def theirs(model: Any, tokens: list[int], top: int) -> np.ndarray[Any, Any]:
     return torch.stack(chosen, 1).sort().values.numpy()
 
 
-def check(llm: LLM, models: Models, kind: str, prompts: list[list[int]] = PROMPTS) -> int:
+def check(
+    llm: LLM, models: Models, kind: str, prompts: list[list[int]] = PROMPTS, **settings: Any
+) -> int:
     """Check all outputs; return how many tokens of prompts were not computed."""
-    params = SamplingParams(temperature=1, seed=3, n=2, max_tokens=12, ignore_eos=True)
+    given = {"temperature": 1, "seed": 3, "n": 2, "max_tokens": 12, "ignore_eos": True} | settings
+    params = SamplingParams(**given)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(asked, params, use_tqdm=False)
     for output in outputs:
         assert output.error is None
-        assert len(output.outputs) == 2
+        assert len(output.outputs) == params.n
         for sample in output.outputs:
             tokens = [*output.prompt_token_ids, *sample.token_ids]
             routed = sample.routed_experts
@@ -99,6 +102,16 @@ def test_they_are_those_of_transformers(models: Models, kind: str, options: dict
         longer = [[*prompt, 5, *PROMPTS[0]] for prompt in PROMPTS]
         cached = check(llm, models, kind), check(llm, models, kind, longer)
         assert (min(cached) >= 48) == llm.executor.worker.caches_prefixes
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_samples_that_end_before_others(models: Models, caching: bool) -> None:
+    """Of several samples any may end at any token, also the first one at its first token."""
+    llm = engine(models["mixtral"][0], enable_prefix_caching=caching, max_num_seqs=8)
+    with llm:
+        for seed in range(8):
+            stops = list(range(seed % 2, 60, 2))  # a token in two ends its sample
+            check(llm, models, "mixtral", n=4, seed=seed, max_tokens=4, stop_token_ids=stops)
 
 
 @pytest.mark.parametrize("swap", [0.0, 0.001])

@@ -92,11 +92,7 @@ class RoutedExperts:
             self._pages[page], routed = routed[:size], routed[size:]
 
     def _keep_before(self, sequence: Sequence, known: int, start: int) -> None:
-        """Keep the experts of tokens that were not computed: another sample's, or cached ones."""
-        first = sequence.request.sequences[0]
-        if sequence.index and first.num_routed >= start:
-            sequence.add_routed(first.routed_experts()[known:start])
-            return
+        """Keep the experts of tokens that were not computed, because pages with them are cached."""
         pages = sequence.pages[: -(-start // self._page_size)]
         of_pages = self._pages[pages].reshape(-1, *self._pages.shape[2:])
         sequence.add_routed(of_pages[known:start])

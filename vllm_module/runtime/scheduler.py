@@ -230,6 +230,8 @@ class Scheduler(Allocator):
             sequence.salt = first.salt
             sequence.num_passed_pages = first.num_passed_pages
             self.pool.share(page for page in sequence.pages if page >= 0)
+            if first.routed:
+                sequence.add_routed(first.routed_experts())  # it may end with its first token
             request.sequences.append(sequence)
             insort(self.running, sequence, key=_BY_ARRIVAL)
 

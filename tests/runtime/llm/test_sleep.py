@@ -124,3 +124,13 @@ def test_what_does_not_fit_into_host_memory_is_named() -> None:
     workers._check_host_memory(1 << 10, 2)
     with pytest.raises(MemoryError, match=r"2 ranks take 1048576\.0 GiB .* sleep\(level=2\) drops"):
         workers._check_host_memory(1 << 49, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_host_memory_is_for_all_ranks(ranks: int) -> None:
+    """What fits once, and not for each rank, is refused; sizes are far from what is there."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (available,) = (int(each.split()[1]) << 10 for each in lines if "MemAvailable" in each)
+    workers._check_host_memory(available // (2 * ranks), ranks)
+    with pytest.raises(MemoryError, match=f"weights of {ranks} ranks"):
+        workers._check_host_memory(2 * available // ranks, ranks)
