@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import runpy
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vllm_module.server.backends import BackendAnswer, prefixes_of
+from vllm_module.server.backends import DEAD, Backend, BackendAnswer, prefixes_of
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import Keys
 from vllm_module.server.errors import ApiError
@@ -23,6 +25,7 @@ from vllm_module.server.front import Front, front_application
 # Pytest's importlib mode has no imports between test files.
 STUBS: Any = runpy.run_path(str(Path(__file__).with_name("stubs.py")))
 engines, Stub = (STUBS[name] for name in ("engines", "Stub"))
+wait_until = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["wait_until"]
 
 
 def test_the_choice() -> None:
@@ -115,6 +118,51 @@ def test_an_engine_whose_rank_has_ended_gets_no_more_requests() -> None:
         failed.health = partial(asyncio.sleep, 0, health)  # type: ignore[method-assign]
         assert answered("/v1/completions", failed) == (500, b"of one request")
         assert not failed.dropped
+
+
+def test_requests_that_meet_at_an_engine_that_ends() -> None:
+    """One of them drops it. The others ask another engine, although it tells no health any more."""
+    dead, lives = Stub(500, b"Internal Server Error", kind="text/plain"), Stub(200, b"{}")
+
+    async def health() -> str:
+        await asyncio.sleep(0)
+        return "" if dead.dropped else DEAD
+
+    dead.health = health  # type: ignore[method-assign]
+    front = Front()
+    front.backends = engines()
+    front.backends.all = [dead, lives]  # type: ignore[list-item]
+    app = front_application(front, Keys([], ["key"]), Limits())
+
+    async def at_once() -> list[tuple[int, bytes]]:
+        return await asyncio.gather(*(asked(app, "/v1/completions", b"{}") for _ in range(6)))
+
+    assert asyncio.run(at_once()) == [(200, b"{}")] * 6
+    assert dead.asked > 1
+
+
+def test_an_engine_is_told_to_end_once(tmp_path: Path) -> None:
+    """A second signal would break off the answers that it still gives."""
+    ready = tmp_path / "ready"
+    script = (
+        "import signal, time\n"
+        "signals = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: signals.append(1))\n"
+        f"open({str(ready)!r}, 'w').close()\n"
+        "while not signals: time.sleep(0.01)\n"
+        "time.sleep(0.3)\n"
+        "raise SystemExit(len(signals))\n"
+    )
+    backend = Backend(0, tmp_path / "socket", [sys.executable, "-c", script], {}, set())
+    try:
+        wait_until(ready.exists, "it counts signals")
+        for _ in range(3):
+            backend.end()
+            time.sleep(0.05)
+        wait_until(lambda: backend.code is not None, "it has ended")
+        assert backend.code == 1
+    finally:
+        backend.wait(0.0)
 
 
 def test_a_request_goes_where_there_is_room() -> None:

@@ -141,6 +141,8 @@ class Backend:
 
     def end(self) -> None:
         """Tell the process to end, and see to it, while the server goes on."""
+        if self.dropped:  # a second signal would break off the answers that it still gives
+            return
         self.terminate()
         Thread(target=self.wait, args=(_END,), name="ending", daemon=True).start()
 

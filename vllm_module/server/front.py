@@ -175,7 +175,8 @@ class _Forward(Endpoint):
                 await self._stream(answer, send)
                 return None
             whole = _Whole(backend, answer.status, answer.headers, await answer.read())
-        if whole.status >= 500 and await backend.health() == DEAD:
+        # One that another request has dropped meanwhile may tell its health no more.
+        if whole.status >= 500 and (await backend.health() == DEAD or backend.dropped):
             backend.end()
             raise BackendError("its engine has ended")
         return whole
