@@ -7,7 +7,6 @@ import json
 import random
 import runpy
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -143,22 +142,27 @@ def test_requests_that_meet_at_an_engine_that_ends() -> None:
 
 def test_an_engine_is_told_to_end_once(tmp_path: Path) -> None:
     """A second signal would break off the answers that it still gives."""
-    ready = tmp_path / "ready"
+    ready, told, last = (tmp_path / name for name in ("ready", "told", "last"))
     script = (
         "import signal, time\n"
+        "from pathlib import Path\n"
         "signals = []\n"
-        "signal.signal(signal.SIGTERM, lambda *_: signals.append(1))\n"
-        f"open({str(ready)!r}, 'w').close()\n"
-        "while not signals: time.sleep(0.01)\n"
-        "time.sleep(0.3)\n"
+        "def count(*_):\n"
+        "    signals.append(1)\n"
+        f"    Path({str(told)!r}).touch()\n"
+        "signal.signal(signal.SIGTERM, count)\n"
+        f"Path({str(ready)!r}).touch()\n"
+        f"while not Path({str(last)!r}).exists(): time.sleep(0.01)\n"
         "raise SystemExit(len(signals))\n"
     )
     backend = Backend(0, tmp_path / "socket", [sys.executable, "-c", script], {}, set())
     try:
         wait_until(ready.exists, "it counts signals")
-        for _ in range(3):
-            backend.end()
-            time.sleep(0.05)
+        backend.end()
+        wait_until(told.exists, "it was told")
+        backend.end()
+        backend.end()
+        last.touch()
         wait_until(lambda: backend.code is not None, "it has ended")
         assert backend.code == 1
     finally:
