@@ -13,8 +13,7 @@ import torch
 
 from vllm_module import vLLMModule
 from vllm_module.errors import ModelNotReadyError, WeightReadError
-from vllm_module.layers import RotaryEmbedding
-from vllm_module.layers.mla import MLAUpProjection
+from vllm_module.layers import MLAUpProjection, RotaryEmbedding
 from vllm_module.quantization import ONLINE, EightBitMethod, QuantizeMethod, Scheme
 from vllm_module.quantization.bitsandbytes import BitsAndBytes4BitMethod, BitsAndBytes8BitMethod
 from vllm_module.quantization.method import UnquantizedMethod

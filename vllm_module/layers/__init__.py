@@ -27,8 +27,8 @@ from vllm_module.layers.linear import (
     RowParallelLinear,
 )
 from vllm_module.layers.mamba2 import Mamba2Mixer
-from vllm_module.layers.mla import (
-    MLAAttention,
+from vllm_module.layers.mla import MLAAttention
+from vllm_module.layers.mla_projections import (
     MLAHeadProjection,
     MLAUpProjection,
     add_up_projections,
