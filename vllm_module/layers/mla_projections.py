@@ -1,7 +1,7 @@
 """The projection of multi-head latent attention from latents to keys and values.
 
 It is absorbed: not latents are multiplied by it, but queries and outputs
-(:class:`~vllm_module.layers.mla.MLAAttention`, which says what the shapes are).
+(:class:`~vllm_module.layers.MLAAttention`, which says what the shapes are).
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class MLAUpProjection(_OfHeads):
     """``kv_b_proj``: keys and values of the heads from latents, cut by heads.
 
     The rows of the weight are, for each head, those of its key and then those of its value.
-    :class:`~vllm_module.layers.mla.MLAAttention` multiplies by ``w_uk`` and ``w_uv`` instead of calling this layer.
+    :class:`~vllm_module.layers.MLAAttention` multiplies by ``w_uk`` and ``w_uv`` instead of calling
+    this layer.
 
     Args:
         kv_lora_rank: features of a latent.
@@ -237,7 +238,8 @@ def add_up_projections(
     """Add ``kv_b_proj`` to a module, or ``k_b_proj`` and ``v_b_proj`` where they are ``apart``.
 
     Returns them; what they have ``absorbed`` is, one after the other, ``w_uk`` and ``w_uv`` of
-    :class:`~vllm_module.layers.mla.MLAAttention`. The other arguments are those of :class:`MLAUpProjection`.
+    :class:`~vllm_module.layers.MLAAttention`. The other arguments are those of
+    :class:`MLAUpProjection`.
     """
     layers: dict[str, MLAUpProjection | MLAHeadProjection]
     if apart:
