@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from vllm_module.base import waiting
 from vllm_module.base.waiting import (
     WaitLimitError,
     at_most,
@@ -60,6 +64,40 @@ def test_a_call_that_waits_elsewhere_is_limited() -> None:
     over.set()
     with at_most(0.05):
         until(over.is_set)
+
+
+@given(
+    times=st.lists(st.sampled_from([0, 1, 5, 31, 32, 33, 64, 9999]), max_size=30),
+    limit=st.sampled_from([1, 2, 5, 6, 32, 33, 37, 64, 65, 96, 200]),
+)
+def test_time_in_which_this_process_was_stopped_is_no_wait(times: list[int], limit: int) -> None:
+    """Between two looks at most a slice counts, in parts of 1/256 s, however long they are apart.
+
+    A limit that is reached raises, and so does one that is exceeded.
+    """
+    now, sliced = [0.0], [min(each, 32) / 256 for each in times]  # exact in binary
+    most = limit / 256
+
+    def holds() -> bool:
+        if not times[len(seen) :]:
+            return True
+        now[0] += times[len(seen)] / 256
+        seen.append(0)
+        return False
+
+    seen: list[int] = []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    reached = [at for at in range(len(times)) if sum(sliced[: at + 1]) >= most]
+    with pytest.MonkeyPatch.context() as patch, at_most(most):
+        patch.setattr(waiting, "time", clock)  # a test cannot stop its own process, and go on
+        patch.setattr(waiting, "SLICE", 32 / 256)
+        if reached:
+            with pytest.raises(WaitLimitError, match="no answer for"):
+                until(holds)
+            assert len(seen) == reached[0] + 1
+        else:
+            until(holds)
+            assert len(seen) == len(times)
 
 
 def test_an_interrupt_is_raised_after_a_short_block() -> None:
