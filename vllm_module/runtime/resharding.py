@@ -66,7 +66,7 @@ class Resharding:
                 return
         ranks: Executor | None = None
         try:
-            with self.serve_weights() as server:
+            with self._serve_to_ranks() as server:
                 ranks = _load(before, size, server)
             with self._changing():
                 self._check_reshard(size)
@@ -82,6 +82,15 @@ class Resharding:
             raise
         before.close()
         before.worker.model.sleep()  # whoever holds the executor does not hold the weights
+
+    def _serve_to_ranks(self) -> WeightServer:
+        try:
+            return self.serve_weights()
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                "the weights are quantized, and other ranks take them from those that run only as "
+                "a checkpoint stores them: make an LLM of the other number of ranks"
+            ) from error
 
     def _check_reshard(self, size: int) -> None:
         """Raise if the engine cannot be given other ranks now."""
