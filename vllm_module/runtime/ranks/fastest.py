@@ -33,10 +33,10 @@ def fastest_for(model: nn.Module, dtype: torch.dtype, *, decodes: bool = True) -
     threads = torch.get_num_threads()
     chosen = _fastest_products(threads) if dtype == torch.float32 else Products()
     layers = [each for each in model.modules() if isinstance(each, QuantizableLayer)]
-    if any(each.is_quantized for each in layers):
-        chosen = chosen._replace(codes=fastest_code_rows(threads))
     if decodes and are_loops_worthwhile(model, dtype):
         chosen = chosen._replace(floats=_fastest_float_rows(dtype, chosen, threads))
+    if any(each.is_quantized for each in layers):
+        chosen = chosen._replace(codes=fastest_code_rows(threads))
     in_loops = decodes and (chosen.codes > 0 or bool(chosen.floats))
     return chosen._replace(pages=in_loops and can_attend_on_pages(dtype))
 
