@@ -70,6 +70,11 @@ class Replicated(NamedTuple):
             found = re.findall(rf'vllm:{name}{{engine="(\d)".*}} (\S+)', answer.read().decode())
         return {engine: float(value) for engine, value in found}
 
+    def unanswered(self) -> dict[str, float]:
+        """Return the number of requests that each engine has."""
+        running, waiting = (self.numbers(f"num_requests_{kind}") for kind in ("running", "waiting"))
+        return {engine: running[engine] + waiting.get(engine, 0) for engine in running}
+
     def engines(self) -> list[int]:
         """Return the process ids of the engines."""
         found = []
@@ -230,13 +235,16 @@ def test_engines_that_end(server: Replicated, sync: LLM, until: Until) -> None:
     )
     with stream:
         stream.readline()
+        server.ask("/pause", ADMIN, mode="keep")  # neither request ends before an engine does
         other: list[str] = []
         waiting = threading.Thread(target=lambda: other.append(server.text("whole", 600)))
         waiting.start()
-        until(lambda: sorted(server.numbers("num_requests_running").values()) == [1, 1])
+        until(lambda: sorted(server.unanswered().values()) == [1, 1])
         engines = server.engines()
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)  # of one or the other request
+        until(lambda: len(server.unanswered()) == 1)
+        server.ask("/resume", ADMIN, model="x")
         lines = [line for line in stream if line.strip()]
     waiting.join()
     assert other == [expected(sync, "whole", 600)]
