@@ -1,7 +1,8 @@
 """Rows of floats, for the loops of :mod:`~vllm_module.kernels.matmul.compiled_rows`.
 
 Functions are those of :mod:`~vllm_module.kernels.matmul.compiled_codes`, without scales, zeros and
-table. Floats of 16 bits are read as integers.
+table. Floats of 16 bits are read as integers. Each kind has functions of its own, because numba
+finds what it has compiled by the names of functions in a module.
 """
 
 from __future__ import annotations

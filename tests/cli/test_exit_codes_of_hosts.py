@@ -34,6 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
         # Ranks that a signal ends take seconds to start.
         monkeypatch.setattr(LocalElasticAgent, "run", run)
+        # Without hosts there is nothing to watch.
         return hosts._launch(options, ["load", "model"], 2, 5.0, watch)  # type: ignore[arg-type]
 
     return launch

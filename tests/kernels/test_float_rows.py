@@ -38,6 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(x.numel() // x.shape[-1])
         return product(x, *others)
 
+    # Results do not tell what multiplied.
     monkeypatch.setattr(home, "_product", counted)
     return seen
 
