@@ -35,7 +35,7 @@ _MOST_TOLD = 1 << 14  # weights of which it is kept what the loops are told; som
 def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether a product with a weight in codes or floats is computed by the loops.
 
-    They were chosen for so many rows (:class:`~vllm_module.kernels.matmul.linear.Products`), and
+    They were chosen for so many rows (:class:`~vllm_module.kernels.matmul.products.Products`), and
     no derivative is needed.
     """
     chosen, rows = products_in_use.get(), x.numel() // max(1, x.shape[-1])
@@ -63,8 +63,9 @@ def multiplied_by_codes(
 
     Args:
         x, bias, dtype: as for :func:`code_rows_matmul`.
-        describe: a function of this module that returns :class:`CodeRows`.
-        weight: its arguments; the first one is a tensor that holds the codes.
+        describe: a function of :mod:`~vllm_module.kernels.matmul.code_rows`, which describes a
+            weight.
+        weight: its arguments; the first one is a tensor that holds the codes or floats.
 
     """
     if not takes_code_rows(x, weight[0]):
@@ -90,7 +91,7 @@ def code_rows_matmul(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply by a weight in codes, in float32.
+    """Multiply by a weight in codes or floats, in float32.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32, on the CPU.

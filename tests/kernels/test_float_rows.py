@@ -24,7 +24,7 @@ CHOSEN = Products(floats=range(1, 65))
 
 @pytest.fixture(autouse=True)
 def _small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Sizes of a test.
+    # Tests multiply by small weights, to be quick.
     monkeypatch.setattr(linears, "_LARGE_WEIGHT", 1)
 
 

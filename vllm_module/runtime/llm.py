@@ -38,6 +38,7 @@ from vllm_module.runtime.generation_config import (
 from vllm_module.runtime.metrics import Metric, engine_metrics
 from vllm_module.runtime.outputs import ServedModelConfig
 from vllm_module.runtime.pooling.encoder_methods import EncoderMethods
+from vllm_module.runtime.rank_methods import RankMethods
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.resharding import Resharding
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ class LLM(
     ChatMethods,
     EncoderMethods,
     ExpertMethods,
+    RankMethods,
     Resharding,
     WeightMethods,
     Summarized,

@@ -1,10 +1,10 @@
-"""Methods of ``LLM`` on the weights of a running engine: updates, sleep, functions of a caller."""
+"""Methods of ``LLM`` on the weights of a running engine: updates, serving, sleep, digests."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -311,55 +311,6 @@ class WeightMethods:
             self.executor.check()
             self.engine.scheduler.reset_prefix_cache()
         return True
-
-    def apply_model(self, func: Callable[[nn.Module], _T]) -> list[_T]:
-        """Call a function with the model on every rank, and return all results, by rank.
-
-        Args:
-            func: function of the model. With several ranks it must be a module's function, which
-                pickle can send, and its results must be picklable. To change weights, call
-                :meth:`update_weights`: changes made by a function are not checked.
-
-        Raises the exceptions of the function.
-
-        """
-        if not callable(func):
-            raise ValueError(f"func should be a function of the model, got {shorten(func)}")
-        with self.engine.alone():
-            return self.executor.apply_model(func)
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every rank's worker at once, and return all results, by rank.
-
-        Args:
-            method: its name, or a function that gets the worker first. A worker has ``model``,
-                ``device``, ``rank`` and the methods of ``worker_extension_cls``.
-            timeout: seconds to wait for other ranks once rank 0 has its result; by default those of
-                ``load_config``. A rank that has not answered then is named, and the engine ends.
-            args, kwargs: arguments of the method. With several ranks, these, the function and the
-                results are pickled.
-
-        Weights that a method changes are not checked: call :meth:`update_weights` for that.
-
-        Raises the exceptions of the method; ``RankError`` names another rank that raised, ended or
-        did not answer.
-
-        """
-        if not isinstance(method, str) and not callable(method):
-            raise ValueError(
-                f"method should be the name of a method or a function, got {shorten(method)}"
-            )
-        check_type("timeout", timeout, "seconds above 0 or None", int, float, type(None))
-        if timeout is not None and not 0 < timeout < float("inf"):
-            raise ValueError(f"timeout should be seconds above 0 or None, got {timeout}")
-        with self.engine.alone():
-            return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def digest(self) -> ModelDigest:
         """Return for each tensor a number that no layout changes: the same on any ranks.
