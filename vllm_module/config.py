@@ -269,7 +269,7 @@ class EngineConfig(_Closed):
             memory for so many, beside the KV cache.
         max_num_batched_tokens: most tokens in a step; longer prompts are computed in chunks.
         step_timeout: seconds that a rank waits in a step for the others, which it then names.
-        enforce_eager: run every step without CUDA graphs.
+        enforce_eager: run every step without CUDA graphs, and without recordings on a CPU.
         enable_torch_compile: let torch.compile fuse the operations between attention layers.
         enable_eplb: count the tokens of each expert, by which ``LLM.rearrange_experts`` moves them.
         enable_return_routed_experts: outputs have the experts that each token went to, as

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_module.kernels.recording import NotRecordableError
+
 _VIEWED = 1 << 16  # elements of keys from which a view of a sequence takes less time than a copy
 
 
@@ -229,3 +231,29 @@ class PagedLayout:
         pages = tables[:, : read.shape[1]].masked_fill(~read, 0).flatten()
         bias = torch.zeros((), dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
         return Together(rows, pages, distance, seen, bias[:, None, None])
+
+
+class DecodingLayout(PagedLayout):
+    """The layout of a step with one token of each sequence, whose tensors may be written later.
+
+    Args:
+        block_tables, context_lens: as for :class:`PagedLayout`.
+        checked: of a layout of such a step, whose tensors had the same shapes.
+
+    """
+
+    def __init__(
+        self, block_tables: torch.Tensor, context_lens: torch.Tensor, checked: set[object]
+    ) -> None:
+        self.checked = checked
+        self.slot_bounds = 0, -1
+        rows = torch.arange(len(context_lens), device=context_lens.device)
+        self._single = SingleTokens(rows, block_tables, context_lens, True)
+
+    def single_tokens(self, cache: torch.Tensor, sliding_window: int | None) -> SingleTokens | None:
+        """Return all sequences."""
+        return self._single
+
+    def parts(self, *_: object, **__: object) -> list[Alone | Together]:
+        """Raise: what is attended to in parts depends on the lengths."""
+        raise NotRecordableError("attention reads lengths on the host")

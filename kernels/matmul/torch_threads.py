@@ -10,10 +10,13 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vllm_module.kernels.recording import recording_in_use
 
 # Functions of OpenMP's run-time library.
 _THREAD, _THREADS = "omp_get_thread_num", "omp_get_num_threads"
@@ -127,6 +130,9 @@ def in_threads(function: Any, threads: int) -> Callable[[Iterable[int]], None]:
 
     def call(numbers: Iterable[int]) -> None:
         held = array("q", numbers)
-        parallel(function.address, held.buffer_info()[0], threads, 0)
+        work = partial(parallel, function.address, held.buffer_info()[0], threads, 0)
+        work()
+        if (recording := recording_in_use.get()) is not None:
+            recording.add(work, held)
 
     return call

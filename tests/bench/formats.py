@@ -178,8 +178,10 @@ def as_gptq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write linear weights and the embedding in Q8_0, by llama.cpp's own package."""
+def write_gguf(
+    path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], blocks: str = "Q8_0"
+) -> None:
+    """Write linear weights and the embedding in a kind of blocks, by llama.cpp's own package."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "qwen3")
@@ -204,7 +206,7 @@ def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tens
         if tensor.ndim == 1:
             writer.add_tensor(stored, tensor)
         else:
-            kind = gguf.GGMLQuantizationType.Q8_0
+            kind = gguf.GGMLQuantizationType[blocks]
             writer.add_tensor(stored, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -32,14 +32,15 @@ from vllm_module.distributed import (
 )
 from vllm_module.hf_config import parse_config
 from vllm_module.layers import AttentionMetadata
-from vllm_module.runtime import model_runner
+from vllm_module.runtime import warm_up
 from vllm_module.runtime.cache.kv_cache import KVCache
 from vllm_module.runtime.cache.page_pool import PagePool
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.model_runner import ModelRunner, captured_sizes
+from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.scheduler import Scheduler
 from vllm_module.runtime.step_inputs import StepInputs
+from vllm_module.runtime.warm_up import captured_sizes
 from vllm_module.testing.checkpoints import random_weights
 
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def built(kind: str) -> vLLMModule:
 @pytest.fixture(scope="module", autouse=True)
 def sizes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "MOST_TOKENS", GRAPHS[-1])
+        patch.setattr(warm_up, "MOST_TOKENS", GRAPHS[-1])
         yield
 
 
@@ -304,7 +305,7 @@ def test_engines_that_share_experts_replay_together(kind: str) -> None:
 
 def test_sizes_are_few_and_waste_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step of more than 64 tokens, at most a fifth is padding, or less than 64 tokens."""
-    monkeypatch.setattr(model_runner, "MOST_TOKENS", 2048)
+    monkeypatch.setattr(warm_up, "MOST_TOKENS", 2048)
     sizes = captured_sizes(8192)
     assert sizes == captured_sizes(2048) == sorted(set(sizes))
     assert (sizes[:3], sizes[-1], len(sizes)) == ([16, 32, 64], 2048, 18)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from vllm_module.base.messages import shorten
 from vllm_module.build.registry import blamed_on
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import OwnTokens, StagePipe
@@ -18,27 +17,17 @@ from vllm_module.kernels.rows.draw_tokens import draw_tokens
 from vllm_module.layers import AttentionMetadata
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.placed_experts import PlacedExperts
+from vllm_module.runtime.pooling.embedding import described_result
+from vllm_module.runtime.recorded_steps import RecordedSteps
 from vllm_module.runtime.sampling.sampler import first_tokens, plain_rows
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.transfers import ALIGNMENT, Numbers, pack, unpack, upload
+from vllm_module.runtime.warm_up import captured_sizes
 
 _log = logging.getLogger(__name__)
 
 _Kind = tuple[bool, bool]  # whether a step has adapters, and whether it only decodes
 _PLAIN: _Kind = False, True
-
-# With more tokens, the device takes longer for a step than the host to launch its kernels.
-MOST_TOKENS = 2048
-
-
-def captured_sizes(most: int) -> list[int]:
-    """Return the numbers of tokens to capture, ascending, for steps of up to ``most`` tokens.
-
-    They are of steps that do not only decode.
-    """
-    most = min(most, MOST_TOKENS)
-    sizes = 16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, MOST_TOKENS, 256)
-    return [size for size in sizes if size < most] + [most] * (most > 0)
 
 
 class ModelRunner:
@@ -64,6 +53,7 @@ class ModelRunner:
         pipe: connects the model to the stages before and behind it, if it is one of a pipeline.
         own_tokens: the ranks of other engines that compute experts of this step's tokens, too. They
             pad steps to one number of tokens.
+        recorded: on a CPU, the recordings of steps that only decode.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
     error, if a model from outside fails.
@@ -80,6 +70,7 @@ class ModelRunner:
         adapters: AdapterRows | None = None,
         pipe: StagePipe | None = None,
         own_tokens: OwnTokens | None = None,
+        recorded: RecordedSteps | None = None,
     ) -> None:
         self._adapters = AdapterRows() if adapters is None else adapters
         self._pipe, self._own_tokens = pipe, own_tokens
@@ -105,6 +96,7 @@ class ModelRunner:
         self._slots = self._adapters.slots  # of a device
         self._layout = 0  # of the slots' memory, in the graphs of steps with adapters
         self._compiled = compiled
+        self._recorded = recorded
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
@@ -148,6 +140,10 @@ class ModelRunner:
             # True if the step has all tokens of every context.
             fresh = inputs.max_query_len > 1 and sum(inputs.context_lens) == count
             given = inputs if count else None
+            decodes_all = kind == _PLAIN and count and inputs.rows == list(range(count))
+            if self._recorded is not None and decodes_all and not self._adapters.groups:
+                metadata = self._metadata(step, 1)
+                return self._recorded.logits(self._step_logits, step[0], step[1], metadata)
             metadata = self._metadata(step, inputs.max_query_len, given, fresh)
             hidden = self._forward(step[0], step[1], metadata.laid_out())
         else:
@@ -377,6 +373,12 @@ class ModelRunner:
         result: torch.Tensor = hidden
         return result
 
+    def _step_logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Return the logits of all tokens of a step."""
+        return self._logits(self._forward(ids, positions, metadata), slice(None))
+
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
         if self._pipe is not None and not self._pipe.is_last:
             return hidden
@@ -387,8 +389,3 @@ class ModelRunner:
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def described_result(value: object) -> str:
-    """Return the shape of a tensor, or another value."""
-    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else shorten(value)

@@ -14,6 +14,19 @@ from itertools import accumulate
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.step_inputs import Moves, StepInputs
 
+# With more tokens, the device takes longer for a step than the host to launch its kernels.
+MOST_TOKENS = 2048
+
+
+def captured_sizes(most: int) -> list[int]:
+    """Return the numbers of tokens to capture, ascending, for steps of up to ``most`` tokens.
+
+    They are of steps that do not only decode.
+    """
+    most = min(most, MOST_TOKENS)
+    sizes = 16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, MOST_TOKENS, 256)
+    return [size for size in sizes if size < most] + [most] * (most > 0)
+
 
 def warm_up_steps(
     max_num_batched_tokens: int,

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from vllm_module.base.messages import shorten
 from vllm_module.build.registry import blamed_on
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.runtime.model_runner import described_result
 
 Pooling = Literal["cls", "mean", "last"]
 
@@ -66,3 +66,8 @@ def embed(model: Any, device: torch.device, inputs: EmbeddingInputs) -> torch.Te
         return torch.stack([sequence.float().mean(0) for sequence in sequences])
     at = 0 if inputs.pooling == "cls" else -1
     return torch.stack([sequence[at].float() for sequence in sequences])
+
+
+def described_result(value: object) -> str:
+    """Return the shape of a tensor, or another value."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else shorten(value)

@@ -264,6 +264,8 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
 
     def _do(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of this rank's worker, with its device current, in any thread."""
+        if name != "run":
+            self.worker.forget_steps()  # weights or caches may lie elsewhere after it
         with current(self._ranks.device):
             return getattr(self.worker, name)(*arguments, **options)
 

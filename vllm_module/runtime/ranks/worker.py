@@ -29,12 +29,13 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
-from vllm_module.runtime.model_runner import MOST_TOKENS, ModelRunner, described_result
-from vllm_module.runtime.pooling.embedding import EmbeddingInputs, embed
+from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.pooling.embedding import EmbeddingInputs, described_result, embed
 from vllm_module.runtime.ranks.worker_experts import WorkerExperts
+from vllm_module.runtime.recorded_steps import RecordedSteps
 from vllm_module.runtime.sampling.sampler import warm_up
 from vllm_module.runtime.step_inputs import StepInputs
-from vllm_module.runtime.warm_up import largest_steps, warm_up_steps
+from vllm_module.runtime.warm_up import MOST_TOKENS, largest_steps, warm_up_steps
 from vllm_module.weights.sharded_state import ShardedState
 from vllm_module.wrapped.model import TransformersForCausalLM
 
@@ -91,6 +92,7 @@ class Worker(WorkerExperts):
     own_tokens: OwnTokens | None = None
     of_other_stages: Sequence[SequenceMemory] = ()
     _pipe: StagePipe | None = None
+    _recorded: RecordedSteps | None = None
 
     def __init__(
         self,
@@ -266,9 +268,14 @@ class Worker(WorkerExperts):
             self.model, self.num_states, self.device, self.source.dtype, self.host_states
         )
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
+        # Ranks meet outside of torch's operations, and a step that is done twice must not change a
+        # state or a count twice.
+        once = self.has_states or config.enable_eplb or config.enforce_eager or compiled
+        if self.device.type == "cpu" and self._all_ranks == 1 and not once:
+            self._recorded = RecordedSteps(self.model)
         self.runner = ModelRunner(
             self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows,
-            self._pipe, self.own_tokens,
+            self._pipe, self.own_tokens, self._recorded,
         )  # fmt: skip
         if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
             begin = time.monotonic()
@@ -321,6 +328,11 @@ class Worker(WorkerExperts):
                 f"{expected}, rows and vocab_size, and returned {described_result(logits)}"
             )
         return logits
+
+    def forget_steps(self) -> None:
+        """Drop recorded steps, before memory that they read may change its place."""
+        if self._recorded is not None:
+            self._recorded.clear()
 
     def expect(self, tokens: int) -> None:
         """Begin to receive what the stage before computes of a later step."""

@@ -1,0 +1,155 @@
+"""Recording what a computation does on a CPU, to do it again without the Python code between.
+
+It is for a CPU what a CUDA graph is for a GPU: a step of one token spends more time in Python,
+between small operations, than in these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_OF_DTYPES = {"result_type", "can_cast"}
+_READS = {"__array__", "__dlpack__", "item", "numpy", "storage", "tolist", "untyped_storage"}
+_REFUSED = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+
+# The recording that runs, for functions that torch's dispatcher does not see.
+recording_in_use: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+class NotRecordableError(Exception):
+    """A computation cannot be done again by its operations alone."""
+
+
+class Recording:
+    """The operations of a computation on a CPU, in order, and the tensors that they use.
+
+    Operations of torch are seen by its dispatcher. Views are made once, and so is memory that is
+    not written yet. All others are done again on the same memory. Compiled functions of ours tell
+    of themselves by :meth:`add`. What :meth:`again` computes follows from the numbers in the
+    tensors, and from nothing that Python code decides: where this gets numbers from a tensor,
+    recording ends with an error.
+
+    Args:
+        given: tensors that exist before. Others that are read and were made by no operation are in
+            ``constants``.
+
+    Attributes:
+        constants: the memory of these, by address. Record twice: if memory is a constant in the
+            second recording alone, the computation has made it without an operation of torch, or
+            keeps it for the next time.
+        nbytes: bytes of the memory that the operations have made, which this object keeps.
+
+    """
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        self.constants: dict[int, torch.UntypedStorage] = {}
+        self.nbytes = 0
+        self._calls: list[Callable[[], object]] = []
+        self._held: list[object] = []  # what the calls have only addresses of
+        self._made = {_address(each) for each in given}
+
+    def add(self, call: Callable[[], object], *held: object) -> None:
+        """Add a call that was made just now, and objects that it needs."""
+        self._calls.append(call)
+        self._held += held
+
+    @torch.inference_mode()
+    def again(self) -> None:
+        """Do everything again."""
+        for call in self._calls:
+            call()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record what runs inside, in this thread.
+
+        Raises ``NotRecordableError`` where it cannot be done again by its operations alone.
+        """
+        token = recording_in_use.set(self)
+        try:
+            with _Reads(), _Operations(self._note):
+                yield
+        finally:
+            recording_in_use.reset(token)
+
+    def _note(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = operation.name()
+        used, results = _tensors((args, kwargs)), _tensors(result)
+        if not name.startswith("aten::") or any(tag in operation.tags for tag in _REFUSED):
+            raise NotRecordableError(f"{name} cannot be done again")
+        if not all(each.is_cpu for each in (*used, *results)):
+            raise NotRecordableError(f"{name} is not on the CPU")
+        for each in used:
+            if _address(each) not in self._made:
+                self.constants[_address(each)] = each.untyped_storage()
+        before = {_address(each) for each in used}
+        new = {_address(each): each.untyped_storage().nbytes() for each in results}
+        self.nbytes += sum(new[each] for each in new.keys() - before - self._made)
+        self._made |= new.keys()
+        self._held += *used, *results
+        call, short = partial(operation, *args, **kwargs), name.split("::")[1].split(".")[0]
+        if operation._schema.is_mutable:
+            self._calls.append(call)
+        elif short in _EMPTY or short in _OF_DTYPES or (new and new.keys() <= before):
+            return  # memory to be written, nothing of any number, or a view
+        elif (
+            not isinstance(result, torch.Tensor)
+            or torch.Tag.nondeterministic_seeded in operation.tags
+        ):
+            raise NotRecordableError(f"{name} cannot be done again")
+        elif result.untyped_storage().nbytes() < result.nbytes:
+            raise NotRecordableError(f"{name} returns elements that share memory")
+        else:
+            self._calls.append(_Again(call, result))
+
+
+class _Again:
+    """An operation whose result is written where it was."""
+
+    def __init__(self, operation: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
+        self._operation, self._result = operation, result
+
+    def __call__(self) -> None:
+        self._result.copy_(self._operation())
+
+
+class _Operations(TorchDispatchMode):
+    """Tells of each operation that torch's dispatcher sees."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._tell(func, args, kwargs or {}, result)
+        return result
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses what gives numbers to Python code without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS:
+            raise NotRecordableError(f"{func.__name__} gives numbers to Python code")
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(nested: Any) -> list[torch.Tensor]:
+    """Return the tensors with memory in nested tuples, lists and dicts."""
+    leaves = tree_leaves(nested)
+    return [each for each in leaves if isinstance(each, torch.Tensor) and each.numel()]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,149 @@
+"""Recordings give what the computation gives for other numbers, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_module.kernels.recording import NotRecordableError, Recording, recording_in_use
+
+COLUMNS = 5
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 1:].copy_(x[:, :-1])
+    y.add_(x).mul_(2)
+    return y[:, ::2]
+
+
+def reshaped(x: Tensor) -> Tensor:
+    return (x.T.reshape(-1, 2).contiguous().to(torch.float64).flatten() * 2).to(torch.bfloat16)
+
+
+def into_memory(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[1], x.shape[1])
+    torch.mm(x.T, x, out=out)
+    return out.index_select(0, torch.arange(2))
+
+
+def with_several(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=0)
+    return torch.cat([second, first.exp()]) + torch.stack([x[0], x[1]]).sum(0)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x, (COLUMNS,), None, 1e-6).softmax(-1)
+
+
+@pytest.mark.parametrize("work", [in_place, reshaped, into_memory, with_several, normalized])
+def test_a_recording_gives_what_the_computation_gives(work: Callable[[Tensor], Tensor]) -> None:
+    given = torch.randn(4, COLUMNS)
+    recording = Recording([given])
+    with torch.inference_mode(), recording.running():
+        result = work(given)
+    for _ in range(3):
+        numbers = torch.randn(4, COLUMNS)
+        given.copy_(numbers)
+        recording.again()
+        assert torch.equal(result, work(numbers))
+
+
+def test_memory_that_is_made_stays() -> None:
+    """Other tensors do not get the memory of results in the middle."""
+    given = torch.randn(4, COLUMNS)
+    recording = Recording([given])
+    with torch.inference_mode(), recording.running():
+        result = ((given * 2 + 1).exp() @ given.T).sum(-1)
+    assert recording.nbytes >= 4 * (4 * COLUMNS + 4 * 4 + 4)
+    expected = result.clone()
+    others = [torch.full((4, COLUMNS), float(at)) for at in range(100)]
+    recording.again()
+    assert torch.equal(result, expected)
+    assert all(bool((each == at).all()) for at, each in enumerate(others))
+
+
+@torch.library.custom_op("recording_test::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "tolist": lambda x: x * x[0].tolist()[0],
+    "item": lambda x: x * x[0, 0].item(),
+    "float": lambda x: x * float(x[0, 0]),
+    "truth": lambda x: x if x[0, 0] > 0 else -x,
+    "numpy": lambda x: torch.from_numpy(x.numpy() + 1) * 2,
+    "array": lambda x: torch.from_numpy(np.asarray(x) + 1) * 2,
+    "equal": lambda x: x * torch.equal(x, x),
+    "nonzero": lambda x: x[(x > 0).nonzero()[:, 0]],
+    "mask": lambda x: x[x > 0],
+    "random": lambda x: x + torch.rand_like(x),
+    "dropout": lambda x: torch.nn.functional.dropout(x),
+    "several results": lambda x: x.sort(-1).values,
+    "an operation of others": lambda x: torch.ops.recording_test.twice(x),
+    "another device": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_done_again_is_refused(what: str) -> None:
+    given = torch.rand(4, COLUMNS) + 1
+    with (
+        pytest.raises(NotRecordableError),
+        torch.inference_mode(),
+        Recording([given]).running(),
+    ):
+        REFUSED[what](given)
+
+
+def test_memory_of_no_operation_is_a_constant() -> None:
+    given, weight = torch.randn(4, COLUMNS), torch.randn(COLUMNS)
+    recordings = [Recording([given]) for _ in range(2)]
+    for recording in recordings:
+        with torch.inference_mode(), recording.running():
+            given * weight
+    assert [each.constants.keys() for each in recordings] == [{weight.data_ptr()}] * 2
+
+
+def test_memory_that_the_host_makes_is_another_one_each_time() -> None:
+    """This is how what is computed without torch is found."""
+    given = torch.randn(4, COLUMNS)
+    recordings = [Recording([given]) for _ in range(2)]
+    for recording in recordings:
+        with torch.inference_mode(), recording.running():
+            given * torch.frombuffer(bytearray(4 * COLUMNS), dtype=torch.float32)
+    first, second = (each.constants.keys() for each in recordings)
+    assert len(first) == 1
+    assert not second <= first
+
+
+def test_what_is_kept_for_the_next_time_is_another_one_each_time() -> None:
+    given, kept = torch.randn(4, COLUMNS), [torch.zeros(4, COLUMNS)]
+    recordings = [Recording([given]) for _ in range(2)]
+    for recording in recordings:
+        with torch.inference_mode(), recording.running():
+            kept.append(given + kept[-1])
+    first, second = (each.constants.keys() for each in recordings)
+    assert not second <= first
+
+
+def test_calls_that_torch_does_not_see_are_added() -> None:
+    given = torch.zeros(3)
+    recording = Recording([given])
+
+    def call() -> None:
+        given.add_(1)
+
+    with torch.inference_mode(), recording.running():
+        running = recording_in_use.get()
+        assert running is recording
+        running.add(call)
+    assert recording_in_use.get() is None
+    recording.again()
+    assert given.tolist() == [1, 1, 1]

@@ -1,0 +1,176 @@
+"""Steps that only decode, recorded on a CPU for each number of sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from vllm_module.base.messages import describe_error
+from vllm_module.kernels.attention.paged_layout import DecodingLayout
+from vllm_module.kernels.matmul.products import products_in_use
+from vllm_module.kernels.recording import NotRecordableError, Recording
+from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.layers.fusion import is_plain
+from vllm_module.layers.placed_experts import PlacedExperts
+
+_log = logging.getLogger(__name__)
+_FIRST = 3  # such a step is recorded when it comes for this time
+_LEAST_BYTES = 16 << 20  # of the memory of all recordings
+_SHARE = 20  # or one part in so many of the weights' bytes
+
+Compute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+
+
+class RecordedSteps:
+    """Computes logits of steps with one token of each sequence, by recordings where it has some.
+
+    A step of some number of sequences is recorded when it has come before. The recording is used if
+    it gave the bits of the model for the step after, too. Where a model cannot be recorded, or is
+    as fast without (the loops of the extra ``cpu`` are not in use), the model computes the step.
+
+    All recordings keep at most a twentieth of the weights' bytes, or 16 MiB. The largest are
+    dropped, which gain least.
+
+    Args:
+        model: the model, whose layers have a cache, and no state of each sequence.
+
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        weights = sum(each.nbytes for each in model.parameters())
+        self._most_bytes = max(_LEAST_BYTES, weights // _SHARE)
+        self._steps: dict[object, _RecordedStep] = {}
+
+    def clear(self) -> None:
+        """Drop all recordings: weights or caches may lie elsewhere from now on."""
+        self._steps.clear()
+
+    def logits(
+        self,
+        compute: Compute,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Return the logits ``[tokens, vocab]`` of a step; the next such step overwrites them.
+
+        Args:
+            compute: returns them from the other arguments.
+            ids, positions: of each token, ``[tokens]``.
+            metadata: of the step, with block tables of all columns.
+
+        """
+        chosen = products_in_use.get()
+        if not chosen.pages:
+            return compute(ids, positions, metadata.laid_out())
+        key = len(ids), metadata.block_tables.shape, chosen, torch.get_num_threads()
+        step = self._steps.setdefault(key, _RecordedStep())
+        logits = step.logits(self._model, compute, ids, positions, metadata)
+        if step.met == _FIRST:
+            self._drop_largest()
+        return logits
+
+    def _drop_largest(self) -> None:
+        while sum(each.nbytes for each in self._steps.values()) > self._most_bytes:
+            max(self._steps.values(), key=lambda each: each.nbytes).give_up("it takes much memory")
+
+
+class _RecordedStep:
+    """A step of one number of sequences.
+
+    Attributes:
+        met: how often it has come.
+
+    """
+
+    def __init__(self) -> None:
+        self.met = 0
+        self._recording: Recording | None = None
+        self._holds = False  # True once it gave the model's bits for another step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the recording keeps."""
+        return 0 if self._recording is None else self._recording.nbytes
+
+    def logits(
+        self,
+        model: nn.Module,
+        compute: Compute,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        self.met += 1
+        if self._recording is not None:
+            for own, given in zip(self._given, _numbers(ids, positions, metadata), strict=True):
+                own.copy_(given)
+            self._recording.again()
+            if self._holds:
+                return self._logits
+        expected = compute(ids, positions, metadata.laid_out())
+        try:
+            if self._recording is not None:
+                self._compare(expected)
+                self._holds = True
+            elif self.met == _FIRST:
+                self._record(model, compute, ids, positions, metadata)
+                self._compare(expected)
+        except Exception as error:  # the model has just computed this step
+            self.give_up(describe_error(error))
+        return expected
+
+    def give_up(self, reason: str) -> None:
+        """Let the model compute such steps."""
+        self._recording = None
+        _log.debug("steps of so many sequences are not recorded: %s", reason)
+
+    def _record(
+        self,
+        model: nn.Module,
+        compute: Compute,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        modules = list(model.modules())
+        if not all(map(is_plain, modules)):
+            raise NotRecordableError("a hook would not be called")
+        if any(isinstance(each, PlacedExperts) for each in modules):
+            raise NotRecordableError("experts are chosen on the host")
+        self._given = [each.clone() for each in _numbers(ids, positions, metadata)]
+        ids, positions, slots, tables, contexts = self._given
+        starts = metadata.query_start_loc.clone()
+        self._metadata = AttentionMetadata(slots, tables, contexts, starts, 1)
+        assert metadata.layout is not None
+        layout = DecodingLayout(tables, contexts, metadata.layout.checked)
+        object.__setattr__(self._metadata, "layout", layout)
+        kept = [each.kv_cache for each in modules if isinstance(each, Attention)]
+        caches = [cache for each in kept if each is not None for cache in each]
+        given = [*model.parameters(), *model.buffers(), *caches, *self._given, starts]
+        constants: list[dict[int, object]] = []
+        for _ in range(2):
+            recording = Recording(given)
+            with recording.running():
+                self._logits = compute(ids, positions, self._metadata)
+            constants.append(dict(recording.constants))
+        if not constants[1].keys() <= constants[0].keys():
+            raise NotRecordableError("it reads memory that no operation has made")
+        self._recording = recording
+
+    def _compare(self, expected: torch.Tensor) -> None:
+        """Raise if the recording did not give the bits of the model."""
+        ours, theirs = (each.view(torch.uint8) for each in (self._logits, expected))
+        if not torch.equal(ours, theirs):
+            raise NotRecordableError("a recording gave other bits than the model")
+
+
+def _numbers(
+    ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a step whose numbers differ from those of the next one."""
+    return ids, positions, metadata.slot_mapping, metadata.block_tables, metadata.context_lens
