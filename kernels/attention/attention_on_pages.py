@@ -53,28 +53,36 @@ def attend_on_pages(
         ``[tokens, heads, head_size]``, of the dtype of ``query``; zeros for other tokens.
 
     """
-    wide = query.float()
-    output = wide.new_empty(query.shape) if singles.every else wide.new_zeros(query.shape)
+    output = query.new_empty(query.shape) if singles.every else query.new_zeros(query.shape)
     scores = [None if x is None else x.float().contiguous() for x in (alibi_slopes, sinks)]
     _, page_size, kv_heads, head_size = k_cache.shape
     numbers = (
-        *(wide.data_ptr(), *wide.stride()[:2]),
+        *(query.data_ptr(), *query.stride()[:2]),
         *(k_cache.data_ptr(), *k_cache.stride()[:3]),
         *(v_cache.data_ptr(), *v_cache.stride()[:3]),
         *(singles.tables.data_ptr(), singles.tables.stride(0), singles.contexts.data_ptr()),
         *(singles.rows.data_ptr(), len(singles.rows), output.data_ptr()),
         *(query.shape[1], kv_heads, head_size, page_size, sliding_window or 0),
         *(0 if x is None else x.data_ptr() for x in scores),
-        *(_bits(scale), _bits(softcap or 0.0)),
+        *(_bits(scale), _bits(softcap or 0.0), query.dtype == torch.bfloat16),
     )
     _attention(k_cache.dtype == torch.bfloat16, torch.get_num_threads())(numbers)
-    return output.to(query.dtype)
+    return output
 
 
-def takes_rotation(*tensors: torch.Tensor | None) -> bool:
-    """Return whether :func:`rotate_on_pages` takes these tensors, if it was chosen."""
-    return all(
-        x is None or (x.dtype == torch.float32 and x.is_cpu and x.stride(-1) == 1) for x in tensors
+def takes_rotation(cos: torch.Tensor, sin: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
+    """Return whether :func:`rotate_on_pages` takes these tensors, if it was chosen.
+
+    All but ``cos`` and ``sin`` are of one dtype.
+    """
+    first = tensors[0]
+    assert first is not None
+    return (
+        first.is_cpu
+        and first.dtype in _CACHED
+        and cos.dtype == sin.dtype == torch.float32
+        and cos.stride(-1) == sin.stride(-1) == 1
+        and all(x is None or (x.dtype == first.dtype and x.stride(-1) == 1) for x in tensors)
     )
 
 
@@ -93,7 +101,7 @@ def rotate_on_pages(
     eps: float,
     weight_offset: float,
 ) -> None:
-    """Normalize and rotate float32 heads in place, and store keys and values.
+    """Normalize and rotate heads in place, and store keys and values.
 
     Arguments are those of :func:`~vllm_module.kernels.attention.rotate_and_cache.rotate_and_cache`.
     """
@@ -108,7 +116,7 @@ def rotate_on_pages(
         *(v_cache.data_ptr(), *v_cache.stride()[:3]),
         *(k_cache.shape[1], slots.data_ptr(), slots.stride(0)),
         *(0 if x is None else x.data_ptr() for x in (q_weight, k_weight)),
-        *(_bits(eps), _bits(weight_offset)),
+        *(_bits(eps), _bits(weight_offset), query.dtype == torch.bfloat16),
     )
     _rotation(torch.get_num_threads())(numbers)
 

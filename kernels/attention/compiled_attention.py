@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from vllm_module.kernels.matmul.torch_threads import compiled, pointer, thread, threads
+from vllm_module.kernels.matmul.torch_threads import (
+    compiled,
+    numbers,
+    pointer,
+    thread,
+    threads,
+)
+from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, rounded, store
 
 
 def _score(query: Any, key: Any, scale: Any, cap: Any, at: Any, scores: Any) -> None:
@@ -62,15 +69,17 @@ def _norm(x: Any, eps: Any) -> Any:
     return np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
 
 
-def _normalize(x: Any, weight: Any, eps: Any, offset: Any, out: Any) -> None:
-    """Write the root mean square norm of a head, or the head if there is no weight."""
+def _normalize(x: Any, weight: Any, eps: Any, offset: Any, narrow: Any) -> None:
+    """Replace a head by its root mean square norm, if there is a weight."""
     if len(weight):
         factor = _norm(x, eps)
-        for feature in range(len(x)):
-            out[feature] = x[feature] * factor * (weight[feature] + offset)
-    else:
-        for feature in range(len(x)):
-            out[feature] = x[feature]
+        if narrow and not offset:
+            for feature in range(len(x)):
+                x[feature] = rounded(rounded(x[feature] * factor) * weight[feature])
+        else:
+            for feature in range(len(x)):
+                value = x[feature] * factor * (weight[feature] + offset)
+                x[feature] = rounded(value) if narrow else value
 
 
 def _rotate(x: Any, cos: Any, sin: Any, step: Any, apart: Any, out: Any) -> None:
@@ -110,9 +119,15 @@ def compiled_attention(bfloat16: bool) -> Any:
     stored, size = (np.uint16, 2) if bfloat16 else (np.float32, 4)
     for inlined in (_score, _add, _softmax, _wide):
         register_jitable(inline="always")(inlined)
+    for function in USED:
+        register_jitable(function)
+    written = WRITTEN
 
     def attend(argument: Any) -> None:
-        at = carray(argument, 26)
+        assert written
+        at = carray(argument, 27)
+        narrow = at[26]
+        bytes_of_one = 2 if narrow else 4
         query_token, query_head = at[1], at[2]
         sequences, heads, kv_heads, columns = at[15], at[17], at[18], at[19]
         page_size, window = at[20], at[21]
@@ -138,8 +153,8 @@ def compiled_attention(bfloat16: bool) -> Any:
             first = max(np.int64(0), context - window) if window else np.int64(0)
             table = carray(pointer(at[11] + 4 * sequence * at[12], np.int32), (at[12],))
             for head in range(low * group, high * group):
-                place = at[0] + 4 * (row * query_token + head * query_head)
-                query[head] = carray(pointer(place, np.float32), (columns,))
+                place = at[0] + bytes_of_one * (row * query_token + head * query_head)
+                load(place, narrow, query[head])
                 sums[head] = 0
             for token in range(first, context):
                 place = table[token // page_size] * at[4] + token % page_size * at[5]
@@ -168,10 +183,8 @@ def compiled_attention(bfloat16: bool) -> Any:
                     read = wide if bfloat16 else value
                     _add(scores[own], token - first, read, sums[own])
             for head in range(low * group, high * group):
-                place = at[16] + 4 * (row * heads + head) * columns
-                out = carray(pointer(place, np.float32), (columns,))
-                for feature in range(columns):
-                    out[feature] = sums[head, feature]
+                place = at[16] + bytes_of_one * (row * heads + head) * columns
+                store(sums[head], place, narrow)
 
     return compiled(attend)
 
@@ -179,14 +192,14 @@ def compiled_attention(bfloat16: bool) -> Any:
 def compiled_rotation() -> Any:
     """Return the norm and rotation of a step's queries and keys, which are stored with values.
 
-    A thread takes some of the tokens. All numbers are float32.
+    A thread takes some of the tokens. Rounding to bfloat16 is that of the operations one by one.
 
     Arguments: tokens; query, with strides of tokens and heads, and its heads; key and value, with
     such strides; KV heads; head size; cos and sin, with the stride of tokens; the number of pairs,
     the distance of one pair from the next, and that within a pair; caches of keys and values, with
     strides of pages, tokens and heads; page size; slots, int64, with their stride; weights of query
-    and key, or 0; eps; the offset of the weights. The query is written. A slot below 0 stores
-    nothing.
+    and key, or 0; eps; the offset of the weights; whether all but cos and sin are bfloat16, or all
+    are float32. The query is written. A slot below 0 stores nothing.
 
     Raises:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
@@ -195,42 +208,44 @@ def compiled_rotation() -> Any:
     from numba import carray  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
-    for function in (_norm, _normalize, _rotate):
+    for function in (*USED, _norm, _normalize, _rotate):
         register_jitable(function)
+    written = WRITTEN
 
     def rotate(argument: Any) -> None:
-        at = carray(argument, 35)
+        assert written
+        at = carray(argument, 36)
         columns, pairs, step, apart, page_size = at[12], at[17], at[18], at[19], at[28]
         eps = np.float32(np.int64(at[33]).view(np.float64))
         offset = np.float32(np.int64(at[34]).view(np.float64))
-        q_weight = carray(pointer(at[31], np.float32), (columns if at[31] else 0,))
-        k_weight = carray(pointer(at[32], np.float32), (columns if at[32] else 0,))
-        normed = np.empty(columns, np.float32)
+        narrow = at[35]
+        size = 2 if narrow else 4
+        q_weight = np.empty(columns if at[31] else 0, np.float32)
+        k_weight = np.empty(columns if at[32] else 0, np.float32)
+        load(at[31], narrow, q_weight)
+        load(at[32], narrow, k_weight)
+        head, rotated = np.empty(columns, np.float32), np.empty(columns, np.float32)
         for token in range(at[0] * thread() // threads(), at[0] * (thread() + 1) // threads()):
-            cos = carray(pointer(at[13] + 4 * token * at[14], np.float32), (pairs,))
-            sin = carray(pointer(at[15] + 4 * token * at[16], np.float32), (pairs,))
-            for head in range(at[4]):
-                place = at[1] + 4 * (token * at[2] + head * at[3])
-                query = carray(pointer(place, np.float32), (columns,))
-                _normalize(query, q_weight, eps, offset, normed)
-                _rotate(normed, cos, sin, step, apart, query)
-            slot = carray(pointer(at[29] + 8 * token * at[30], np.int64), (1,))[0]
+            cos = numbers(at[13] + 4 * token * at[14], np.float32, (pairs,))
+            sin = numbers(at[15] + 4 * token * at[16], np.float32, (pairs,))
+            for index in range(at[4]):
+                place = at[1] + size * (token * at[2] + index * at[3])
+                load(place, narrow, head)
+                _normalize(head, q_weight, eps, offset, narrow)
+                _rotate(head, cos, sin, step, apart, rotated)
+                store(rotated, place, narrow)
+            slot = numbers(at[29] + 8 * token * at[30], np.int64, (1,))[0]
             if slot < 0:
                 continue
             page, inside = slot // page_size, slot % page_size
-            for head in range(at[11]):
-                place = at[5] + 4 * (token * at[6] + head * at[7])
-                key = carray(pointer(place, np.float32), (columns,))
-                place = at[20] + 4 * (page * at[21] + inside * at[22] + head * at[23])
-                _normalize(key, k_weight, eps, offset, normed)
-                _rotate(
-                    normed, cos, sin, step, apart, carray(pointer(place, np.float32), (columns,))
-                )
-                place = at[8] + 4 * (token * at[9] + head * at[10])
-                value = carray(pointer(place, np.float32), (columns,))
-                place = at[24] + 4 * (page * at[25] + inside * at[26] + head * at[27])
-                stored = carray(pointer(place, np.float32), (columns,))
-                for feature in range(columns):
-                    stored[feature] = value[feature]
+            for index in range(at[11]):
+                load(at[5] + size * (token * at[6] + index * at[7]), narrow, head)
+                _normalize(head, k_weight, eps, offset, narrow)
+                _rotate(head, cos, sin, step, apart, rotated)
+                place = page * at[21] + inside * at[22] + index * at[23]
+                store(rotated, at[20] + size * place, narrow)
+                load(at[8] + size * (token * at[9] + index * at[10]), narrow, head)
+                place = page * at[25] + inside * at[26] + index * at[27]
+                store(head, at[24] + size * place, narrow)
 
     return compiled(rotate)

@@ -97,7 +97,7 @@ def rotate_and_cache(
     arguments = *heads, cos, sin, *stored, is_neox_style, q_weight, k_weight, eps, weight_offset
     if layout is not None:
         layout.checked.add(fits)
-        taken = *heads, cos, sin, k_cache, v_cache, q_weight, k_weight
+        taken = cos, sin, *heads, k_cache, v_cache, q_weight, k_weight
         if products_in_use.get().pages and takes_rotation(*taken):
             rotate_on_pages(
                 query, key, value, cos, sin, k_cache, v_cache, slot_mapping, is_neox_style,

@@ -28,6 +28,7 @@ _TRIED = 1, 8, 32, 128  # numbers of rows that are timed
 _GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
 _ROUNDS = 5
 _WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
+_NARROW = {torch.float32: 0, torch.bfloat16: 1}  # what the loops read and write
 _NOTHING = torch.empty(0, device="cpu")
 _MOST_TOLD = 1 << 14  # weights of which it is kept what the loops are told; some 500 bytes each
 
@@ -179,18 +180,20 @@ def _product(
     x: torch.Tensor, told: _Told, bias: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    if rows.dtype != torch.float32:
-        rows = rows.float()
+    rows = rows if rows.dtype in _NARROW else rows.float()
     rows = rows.contiguous() if told.order is None else rows.index_select(1, told.order)
     count, columns = rows.shape
-    padded = -(-told.outputs // 8) * 8
-    y = rows.new_empty(count, padded)
+    padded, dtype = -(-told.outputs // 8) * 8, dtype or x.dtype
+    # The sum with a bias is rounded once, and so is a result of another dtype.
+    written = dtype if bias is None and dtype in _NARROW else torch.float32
+    y = rows.new_empty(count, padded, dtype=written)
     own, result = (rows.data_ptr(), count, columns), (y.data_ptr(), count, padded)
-    _multiply(told.kind, told.ordered)((told.zero, *own, *told.numbers, *result))
+    narrow = _NARROW[rows.dtype], _NARROW[written]
+    _multiply(told.kind, told.ordered)((told.zero, *own, *told.numbers, *result, *narrow))
     product = y if padded == told.outputs else y[:, : told.outputs]
     if bias is not None:
         product = product + bias
-    return product.to(dtype or x.dtype).reshape(*x.shape[:-1], told.outputs)
+    return product.to(dtype).reshape(*x.shape[:-1], told.outputs)
 
 
 def _by_group(weight: CodeRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

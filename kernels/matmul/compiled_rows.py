@@ -20,7 +20,8 @@ import torch
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes, compiled_floats
 from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
-from vllm_module.kernels.matmul.torch_threads import compiled, pointer, thread, threads
+from vllm_module.kernels.matmul.torch_threads import compiled, numbers, pointer, thread, threads
+from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
 
 # What the loops are given, in this order; see code_rows.CodeRows. Of rows the kind says the dtype.
 ARGUMENTS = {
@@ -103,7 +104,8 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
 
     It is a function of C that each of torch's threads calls, for some of the outputs. Its argument
     is the address of integers of 64 bits: ``zero``, then each of :data:`ARGUMENTS`, its address and
-    its shape. The outputs of ``y`` are padded to a multiple of 8. The other arguments are those of
+    its shape, and whether ``x`` and ``y`` are bfloat16, not float32. The outputs of ``y`` are
+    padded to a multiple of 8. The other arguments are those of
     :class:`~vllm_module.kernels.matmul.code_rows.CodeRows`. The first call on a machine compiles
     for some seconds; numba keeps the result in its cache.
 
@@ -124,23 +126,27 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
     _, stored = STORED.get(kind, BYTES)
     written = _written()
-    for function in (function for module in _KINDS for function in module.USED):
+    for function in (*USED, *(function for module in _KINDS for function in module.USED)):
         register_jitable(function)
     for inlined in (write, product, _by_group, _products):
         register_jitable(inline="always")(inlined)  # a call takes as long as a row
 
     def multiply(argument: Any) -> None:
         assert written  # numba's cache tells loops apart by this file and such numbers alone
-        at = carray(argument, 23)
-        zero = np.float32(at[0])
-        x = carray(pointer(at[1], np.float32), (at[2], at[3]))
+        at = carray(argument, 25)
+        zero, x_narrow, y_narrow = np.float32(at[0]), at[23], at[24]
+        read = np.empty((at[2] if x_narrow else 0, at[3]), np.float32)
+        for row in range(len(read)):
+            load(at[1] + 2 * row * at[3], True, read[row])
+        x = read if x_narrow else numbers(at[1], np.float32, (at[2], at[3]))
         rows = carray(pointer(at[4], stored), (at[5], at[6], at[7]))
         scales = carray(pointer(at[8], np.float32), (at[9], at[10]))
         zeros = carray(pointer(at[11], np.uint8), (at[12], at[13]))
         table = carray(pointer(at[14], np.float32), (at[15],))
         place = carray(pointer(at[16], np.int64), (at[17],))
         starts = carray(pointer(at[18], np.int64), (at[19],))
-        y = carray(pointer(at[20], np.float32), (at[21], at[22]))
+        products = np.empty((at[21] if y_narrow else 0, at[22]), np.float32)
+        y = products if y_narrow else numbers(at[20], np.float32, (at[21], at[22]))
         groups, columns = rows.shape[1], x.shape[1]
         outputs, size = rows.shape[0] * each, columns // (planes * groups)
         one, none, shift = np.ones((1, 1), np.float32), zeros[:1, :0], np.uint32(0)
@@ -167,6 +173,9 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
             if not (alone and len(x) == 1):
                 for n in range(0, together, 4):
                     _products(x, values[n : n + 4], first + n, y)
+        for row in range(len(products)):
+            if begin < end:  # some outputs behind the last one are padding
+                store(products[row, begin:end], at[20] + 2 * (row * at[22] + begin), True)
 
     return compiled(multiply)
 
@@ -174,4 +183,4 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
 def _written() -> int:
     """Return a number that changes with the text of the modules whose functions are inlined."""
     text = [Path(str(module.__file__)).read_bytes() for module in _KINDS]
-    return zlib.crc32(b"".join(text)) or 1
+    return zlib.crc32(b"".join(text), WRITTEN) or 1

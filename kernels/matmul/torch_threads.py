@@ -43,6 +43,11 @@ def pointer(address: Any, dtype: Any) -> Any:
     raise NotImplementedError
 
 
+def numbers(address: Any, dtype: Any, shape: Any) -> Any:
+    """Return numbers at an address as an array, in what numba compiles."""
+    raise NotImplementedError
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Return torch's library, in which symbols of the OpenMP library that it uses are found."""
@@ -57,7 +62,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def tell_numba() -> None:
-    """Tell numba what :func:`thread`, :func:`threads` and :func:`pointer` are.
+    """Tell numba what :func:`thread`, :func:`threads`, :func:`pointer` and :func:`numbers` are.
 
     They are functions of a module because numba finds what it has kept by the names of such. Other
     objects that it can call have another name in each process.
@@ -67,7 +72,7 @@ def tell_numba() -> None:
 
     """
     import llvmlite.binding
-    from numba import types
+    from numba import carray, types  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import intrinsic, overload
 
     def external(name: str) -> Any:
@@ -88,6 +93,11 @@ def tell_numba() -> None:
     overload(thread)(lambda: lambda: own())
     overload(threads)(lambda: lambda: of_all())
     overload(pointer)(lambda address, dtype: lambda address, dtype: casting(address, dtype))
+    overload(numbers)(
+        lambda address, dtype, shape: (
+            lambda address, dtype, shape: carray(casting(address, dtype), shape)
+        )
+    )
 
 
 def compiled(function: Any) -> Any:

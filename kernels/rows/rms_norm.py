@@ -17,6 +17,7 @@ from vllm_module.kernels.operators import (
     tl,
     triton,
 )
+from vllm_module.kernels.rows.few_rows import norm_few_rows, takes_few_rows
 from vllm_module.kernels.rows.quantized_rows import (
     empty_rows,
     group_of,
@@ -54,6 +55,8 @@ def rms_norm(
 
     """
     _check(x, None, weight, WIDE_FLOATS)
+    if takes_few_rows(x, weight):
+        return norm_few_rows(x, None, weight, eps, weight_offset)[0]
     return _rms_norm(x, weight, eps, weight_offset)
 
 
@@ -70,6 +73,8 @@ def fused_add_rms_norm(
     those of :func:`rms_norm`; ``residual`` has the shape of ``x``.
     """
     _check(x, residual, weight, WIDE_FLOATS)
+    if takes_few_rows(x, residual, weight):
+        return norm_few_rows(x, residual, weight, eps, weight_offset)
     return _fused_add_rms_norm(x, residual, weight, eps, weight_offset)
 
 

@@ -82,26 +82,35 @@ def test_a_page_beyond_the_cache_is_refused() -> None:
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("pairs", [4, 3])
-def test_rotation_beside_torch(neox: bool, normed: bool, pairs: int) -> None:
+@pytest.mark.parametrize("offset", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_beside_torch(
+    neox: bool, normed: bool, pairs: int, offset: float, dtype: torch.dtype
+) -> None:
     """Queries are rotated and keys and values stored as torch's operations do, but for rounding."""
-    whole = torch.randn(3, HEADS + 2 * KV_HEADS, 8)
+    whole = torch.randn(3, HEADS + 2 * KV_HEADS, 8).to(dtype)
     cos, sin = torch.randn(2, 3, pairs)
     slots = torch.tensor([4, -1, 7])
-    weights = (torch.rand(8), torch.rand(8)) if normed else (None, None)
+    weights = tuple(torch.rand(2, 8).to(dtype)) if normed else (None, None)
     starts = torch.tensor([0, 3], dtype=torch.int32)
     results = []
     for chosen in (False, True):
         query, key, value = whole.clone().split([HEADS, KV_HEADS, KV_HEADS], 1)
-        cache = torch.zeros(2, 4, SIZE, KV_HEADS, 8)
+        cache = torch.zeros(2, 4, SIZE, KV_HEADS, 8, dtype=dtype)
         with torch.inference_mode(), products(Products(pages=chosen)):
             tables, context = torch.arange(4).int()[None], starts[1:]
             layout = PagedLayout(tables, context, starts, slots)
             query = rotate_and_cache(
-                query, key, value, cos, sin, *cache, slots, None, None, neox, *weights, 1e-6, 0.5,
-                layout=layout,
+                query, key, value, cos, sin, *cache, slots, None, None, neox, *weights, 1e-6,
+                offset, layout=layout,
             )  # fmt: skip
         results.append((query, cache))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    # Each rounding to bfloat16 is that of torch, but for sums that lie between two numbers.
+    close = 1e-5 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(*results, rtol=close, atol=1e-5)
+    if dtype == torch.bfloat16:
+        others = results[0][0].ne(results[1][0]).float().mean()
+        assert others < 0.05
     assert results[1][1].ne(0).any(-1).sum() == 2 * 2 * KV_HEADS
 
 

@@ -1,0 +1,135 @@
+"""Norms and gated activations of a few rows, which numba compiles for this CPU (the extra ``cpu``).
+
+They are no operations by themselves: they belong to :mod:`~vllm_module.kernels.rows.few_rows`. A
+thread takes some of the rows, or of an activation some of the columns.
+
+Each is a function of C whose argument is the address of integers of 64 bits: addresses of tensors,
+sizes, whether tensors are bfloat16, and floats as the bits of a float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vllm_module.kernels.matmul.torch_threads import compiled, thread, threads
+from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, rounded, store
+
+
+def _exp(x: Any) -> Any:
+    """Return the exponential of a float32, exact to its last bit: it is computed in float64.
+
+    It is two to the power of an integer, which are bits of a float64, times a Taylor series.
+    """
+    power = min(max(np.float64(x) * 1.4426950408889634, -1000.0), 1000.0)
+    whole = np.floor(power + 0.5)
+    f = (power - whole) * 0.6931471805599453  # at most 0.35
+    series = 1 / 720 + f * (1 / 5040 + f * (1 / 40320))
+    series = 1 / 2 + f * (1 / 6 + f * (1 / 24 + f * (1 / 120 + f * series)))
+    scale = np.int64(np.int64(np.int64(whole) + np.int64(1023)) << np.int64(52)).view(np.float64)
+    value = np.float32((1 + f * (1 + f * series)) * scale)
+    return x if x != x else value
+
+
+def _silu(x: Any) -> Any:
+    return x / (1 + _exp(-x))
+
+
+def _gelu_tanh(x: Any) -> Any:
+    """Return GELU by its tanh approximation; tanh(u) is 1 - 2 / (exp(2 u) + 1)."""
+    wide = np.float64(x)
+    u = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
+    return wide * (1 - 1 / (_exp(np.float32(2 * u)) + 1))
+
+
+def compiled_norm() -> Any:
+    """Return the root mean square norm of rows, and of their sum with a residual.
+
+    Arguments: rows; columns; ``x``; the residual, or 0; the weight; what is written: the norm, and
+    the sum if there is a residual; eps; the offset of the weight; whether all are bfloat16. Tensors
+    are contiguous.
+
+    Raises:
+        ImportError: numba is not installed, or torch has no threads of OpenMP.
+
+    """
+    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
+    from numba.extending import register_jitable
+
+    for function in USED:
+        register_jitable(function)
+    written = WRITTEN
+
+    def normalize(argument: Any) -> None:
+        assert written
+        at = carray(argument, (10,))
+        rows, columns, narrow = at[0], at[1], at[9]
+        eps = np.float32(np.int64(at[7]).view(np.float64))
+        offset = np.float32(np.int64(at[8]).view(np.float64))
+        size = 2 if narrow else 4
+        x, weight = np.empty(columns, np.float32), np.empty(columns, np.float32)
+        load(at[4], narrow, weight)
+        for row in range(rows * thread() // threads(), rows * (thread() + 1) // threads()):
+            place = size * row * columns
+            load(at[2] + place, narrow, x)
+            if at[3]:
+                residual = np.empty(columns, np.float32)
+                load(at[3] + place, narrow, residual)
+                for column in range(columns):
+                    x[column] += residual[column]
+                store(x, at[6] + place, narrow)
+                load(at[6] + place, narrow, x)  # the rounded sum
+            total = np.float32(0)
+            for column in range(columns):
+                total += x[column] * x[column]
+            factor = np.float32(1) / np.sqrt(total / np.float32(columns) + eps)
+            if narrow and not offset:
+                for column in range(columns):
+                    x[column] = rounded(x[column] * factor) * weight[column]
+            else:
+                for column in range(columns):
+                    x[column] = x[column] * factor * (weight[column] + offset)
+            store(x, at[5] + place, narrow)
+
+    return compiled(normalize)
+
+
+def compiled_activation(tanh: bool) -> Any:
+    """Return an activation of the first half of each row, times the second half.
+
+    Arguments: rows; columns of the result; ``x``; what is written; whether both are bfloat16.
+
+    Args:
+        tanh: whether it is GELU by its tanh approximation; else it is SiLU.
+
+    Raises:
+        ImportError: numba is not installed, or torch has no threads of OpenMP.
+
+    """
+    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
+    from numba.extending import register_jitable
+
+    for function in (*USED, _exp):
+        register_jitable(function)
+    activate = register_jitable(_gelu_tanh if tanh else _silu)
+    written = WRITTEN
+
+    def gate(argument: Any) -> None:
+        assert written
+        at = carray(argument, (5,))
+        rows, columns, narrow = at[0], at[1], at[4]
+        size = 2 if narrow else 4
+        begin = columns * thread() // threads()
+        count = columns * (thread() + 1) // threads() - begin
+        first, second = np.empty(count, np.float32), np.empty(count, np.float32)
+        for row in range(rows):
+            place = at[2] + size * (2 * row * columns + begin)
+            load(place, narrow, first)
+            load(place + size * columns, narrow, second)
+            for column in range(count):
+                gated = np.float32(activate(first[column]))
+                first[column] = (rounded(gated) if narrow else gated) * second[column]
+            store(first, at[3] + size * (row * columns + begin), narrow)
+
+    return compiled(gate)
