@@ -1,6 +1,6 @@
 """What a step of training costs to send to an engine, of the elements that changed and of all.
 
-    python tests/bench/transfer.py [--rounds 5] [--out FILE]
+    python tests/bench/transfer.py [--rounds 5] [--out tests/bench/results/transfer.json]
 
 A trainer in a process of its own has bfloat16 weights of 127 million parameters and changes a share
 of the elements, drawn evenly. In each round, for each share, it finds the changes ("found") and
@@ -13,7 +13,8 @@ is the limit of the others.
 
 Then requests run in the engine, in a thread of their own: "gap" is the longest time between two of
 their steps, "gap with an update" while one comes in the host's memory, "gap with a file" while one
-is opened and taken. Each process has one thread that computes.
+is opened and taken. Each process has one thread that computes. There are no figures if the engine
+does not have the trainer's weights after each way.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from vllm_module.weights import (
     send_weights,
     write_update,
 )
+from vllm_module.weights.digests import digest_weight
 
 CONFIG = {
     "vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
@@ -194,7 +196,7 @@ def take(llm: LLM, group: Any, folder: str, connection: Any) -> dict[str, dict[s
             took = time.perf_counter() - begin
             return took, clock(partial(llm.update_weights, opened))
 
-    measured = {}
+    measured, digests = {}, []
     for way in WAYS:
         path = Path(folder, f"{way}.update.safetensors")
         connection.send("ready")
@@ -215,6 +217,10 @@ def take(llm: LLM, group: Any, folder: str, connection: Any) -> dict[str, dict[s
         other, pauses["gap with a file"] = longest_gaps(llm, update_by_file)
         connection.send("measured")
         measured[way] = told | pauses | {"gap": max(gap, other)}
+        digests.append(llm.digest().tensors)
+    wanted = {name: digest_weight(tensor).hex for name, tensor in load_file(path).items()}
+    if digests != [wanted] * len(WAYS):
+        raise SystemExit("the engine does not have the trainer's weights: no figures")
     return measured
 
 
@@ -239,7 +245,7 @@ def main() -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         here, there = processes.Pipe()
         arguments = port, folder, options.rounds + 1, there
-        trainer = processes.get_context("spawn").Process(target=train, args=arguments)
+        trainer = processes.get_context("spawn").Process(target=train, args=arguments, daemon=True)
         trainer.start()
         with LLM(folder, dtype="bfloat16", kv_cache_memory_bytes=64 << 20) as llm:
             here.send(layout_json(llm.layout()))
