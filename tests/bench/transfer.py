@@ -8,8 +8,8 @@ sends them in the host's memory, then all tensors: to a receiver that takes them
 ("sent"), to the engine ("pause": the engine computes nothing then), to both as if they were on
 another host, over gloo ("sent by gloo", "pause by gloo"), and by a file ("written", "opened" beside
 the engine's steps, and its "pause by file"). All tensors are sent by ``send_boxes``, too ("sent by
-boxes", "pause by boxes"). What the file has is copied into memory that is in use ("copied"), which
-is the limit of the others.
+boxes", "pause by boxes"). What the file has is copied into memory that is in use ("copied") and
+into memory that the system has to give first ("copied to new memory"): the limits of the others.
 
 Then requests run in the engine, in a thread of their own: "gap" is the longest time between two of
 their steps, "gap with an update" while one comes in the host's memory, "gap with a file" while one
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import socket
 import statistics
 import tempfile
@@ -62,6 +63,8 @@ CONFIG = {
 }  # fmt: skip
 SHARES = 0.01, 0.02, 0.03
 WAYS = "changes", "all"
+COPIES = "copied", "copied to new memory"
+GAPS = "gap with an update", "gap with a file"
 REQUESTS, STEPS = 4, 12  # that run, and how many are computed before an update and after it
 
 
@@ -76,17 +79,23 @@ def stepped(old: dict[str, torch.Tensor], share: float, seed: int) -> dict[str, 
     return new
 
 
-def copied(path: Path) -> float:
-    """Return the seconds that copying what a file has takes, into memory that is in use."""
-    held = load_file(path)
-    room = {name: torch.empty_like(tensor) for name, tensor in held.items()}
+def copied(path: Path) -> dict[str, float]:
+    """Return the seconds that copying what a file has takes, into memory in use and into new."""
+    held = [tensor.view(-1).view(torch.uint8) for tensor in load_file(path).values()]
+    size = sum(map(len, held))
 
-    def copy() -> None:
-        for name, tensor in held.items():
-            room[name].copy_(tensor)
+    def copy(memory: mmap.mmap) -> None:
+        at = 0
+        for tensor in held:
+            torch.frombuffer(memory, dtype=torch.uint8, count=len(tensor), offset=at).copy_(tensor)
+            at += len(tensor)
 
-    copy()
-    return clock(copy)
+    used, new = mmap.mmap(-1, size), mmap.mmap(-1, size)
+    copy(used)
+    return {
+        "copied": clock(partial(copy, used)),
+        "copied to new memory": clock(partial(copy, new)),
+    }
 
 
 def plan_to(layout: str) -> tuple[TransferPlan, Layout]:
@@ -123,7 +132,7 @@ def train(port: int, folder: str, rounds: int, connection: Any) -> None:
                 told["written"] = clock(
                     partial(write_update, path, of, version="held", after=after)
                 )
-                connection.send(told | {"copied": copied(path), "MB": path.stat().st_size / 1e6})
+                connection.send(told | copied(path) | {"MB": path.stat().st_size / 1e6})
                 send()  # while requests run
                 connection.recv()  # nothing is computed here until the engine has measured
             weights = new
@@ -264,24 +273,22 @@ def main() -> None:
             }
             for way in WAYS
         }
+        figures = rounds[0][share]
+        shrunk = [key for key in figures["changes"] if key not in ("found", "gap", *COPIES)]
         ratios = {
             key: spread([each[share]["changes"][key] / each[share]["all"][key] for each in rounds])
-            for key in rounds[0][share]["changes"]
-            if key != "found"
+            for key in shrunk
         }
-        sent = [key for key in rounds[0][share]["all"] if key.startswith("sent")]
-        gaps = "gap with an update", "gap with a file"
+        sent = [key for key in figures["all"] if key.startswith("sent")]
+        of_all = partial(over, rounds, share, "all")
+        of_changes = partial(over, rounds, share, "changes")
         result[f"{share:.0%}"] = {
             **table,
             "changes over all": ratios,
-            "pause over that by gloo, of all": over(rounds, share, "all", "pause", "pause by gloo"),
-            "over a copy, of all": {key: over(rounds, share, "all", key, "copied") for key in sent},
-            "over the gap without, of all": {
-                key: over(rounds, share, "all", key, "gap") for key in gaps
-            },
-            "over the gap without, of changes": {
-                key: over(rounds, share, "changes", key, "gap") for key in gaps
-            },
+            "pause over that by gloo, of all": of_all("pause", "pause by gloo"),
+            **{f"over {copy}, of all": {key: of_all(key, copy) for key in sent} for copy in COPIES},
+            "over the gap, of all": {key: of_all(key, "gap") for key in GAPS},
+            "over the gap, of changes": {key: of_changes(key, "gap") for key in GAPS},
         }
         print(f"{share:.0%}", json.dumps(result[f"{share:.0%}"], indent=1))
     if options.out:
