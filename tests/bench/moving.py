@@ -3,7 +3,7 @@
 What the simulation is given, the time of a small message and the bandwidth of both pairs at once
 with a copy on each side, is measured in the same run, before each of its rounds.
 
-    python tests/bench/moving.py [--rounds 3] [--out FILE]
+    python tests/bench/moving.py [--rounds 3] [--out tests/bench/results/moving.json]
 """
 
 from __future__ import annotations

@@ -390,14 +390,19 @@ def test_a_program_with_a_process_group_loses_no_rank(
     assert second[0::2] == [2, 3]
     assert "give distributed_executor_backend='external_launcher'" in second[1]
     assert "the 2 processes that were launched are the ranks of this engine" in outcome.logs[0]
+    assert "exit" not in "".join(outcome.logs.values())
 
 
 @pytest.mark.parametrize("outcome", ["a_program_ends"], indirect=True)
 def test_other_ranks_exit_with_a_program_without_a_process_group(
     outcome: Outcome, tokens_of: dict[str, list[list[int]]]
 ) -> None:
-    """As documented: rank 0 runs the script, the others run the model and exit with 0."""
+    """As documented: rank 0 runs the script, the others run the model, say so and exit with 0."""
     assert returned(outcome) == [tokens_of["good"], "exit 0"]
+    assert "rank 0 closes the engine, and exit then" in outcome.logs[0]
+    said = "rank 1: rank 0 has closed the engine, and this process exits"
+    assert [said in outcome.logs[rank] for rank in (0, 1)] == [False, True]
+    assert "init_process_group before LLM" in outcome.logs[1]
 
 
 @pytest.mark.parametrize("outcome", ["ranks_of_its_own"], indirect=True)

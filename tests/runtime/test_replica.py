@@ -80,10 +80,10 @@ def serving(folders: dict[str, Path]) -> Iterator[tuple[LLM, Any]]:
         yield llm, server
 
 
-def loaded(model: object, rank: int = 0, size: int = 1) -> dict[str, torch.Tensor]:
+def loaded(model: object, rank: int = 0, size: int = 1, **options: Any) -> dict[str, torch.Tensor]:
     with tensor_parallel(rank=rank, size=size):
         built = get_model(
-            model_config=ModelConfig(model=str(model), dtype="float32"),
+            model_config=ModelConfig(model=str(model), dtype="float32", **options),
             device_config=DeviceConfig(device="cpu"),
         )
     return dict(built.named_parameters())
@@ -135,6 +135,42 @@ def test_an_engine_of_two_ranks_serves_one_of_another_number(
         assert other.digest().hex == llm.digest().hex == digest
     thread.join()
     assert found == [expected]
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def quantizable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose rows hold whole scale groups on two ranks, too."""
+    entries = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    config = AutoConfig.for_model(
+        request.param, **_SIZES | FAMILIES[request.param] | entries | {"tie_word_embeddings": False}
+    )
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("quantizable")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("fp8", torch.float8_e4m3fn), ("int4_per_group", torch.int32)]
+)
+def test_a_reader_quantizes_what_it_gets(
+    quantizable: Path, scheme: str, dtype: torch.dtype, ranks: int
+) -> None:
+    """Values and scales are those of a load from the folder, whatever ranks serve the weights."""
+    with engine(quantizable, quantization=scheme) as llm:
+        expected = llm.digest()
+    with (
+        engine(quantizable, tensor_parallel_size=ranks) as llm,
+        llm.serve_weights(token=TOKEN) as server,
+    ):
+        with engine(server.url, quantization=scheme) as other:
+            assert other.digest().tensors == expected.tensors  # with the scales
+            assert other.digest().hex == expected.hex != llm.digest().hex
+        for rank, size in ((0, 1), (0, 2), (1, 2)):
+            found = loaded(server.url, rank, size, quantization=scheme)
+            assert dtype in {tensor.dtype for tensor in found.values()}
+            assert same(found, loaded(quantizable, rank, size, quantization=scheme))
 
 
 def test_a_rank_asks_for_what_it_keeps(folders: dict[str, Path], serving: tuple[LLM, Any]) -> None:

@@ -159,7 +159,7 @@ def test_a_network_that_fails_is_no_damage_of_the_file(
         return True
 
     server.fault = fault
-    with pytest.raises(WeightReadError, match="load again when the store") as error:
+    with pytest.raises(WeightReadError, match="try again when the store") as error:
         found.open()
     assert "damaged" not in str(error.value)
 

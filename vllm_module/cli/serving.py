@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -54,6 +55,8 @@ def serving(
     terminal = console(stderr=True).is_terminal
     if terminal and size * ranks.pp > 1 and not under_torchrun():
         announce(f"starting {size * ranks.pp} processes")
+    if not is_first_rank():  # LLM says that this process exits, which a command does in any case
+        logging.getLogger(LLM.__module__).setLevel(logging.ERROR)
     load_config = LoadConfig(timeout=devices.timeout, show_progress=terminal)
     try:
         llm = LLM(

@@ -212,7 +212,13 @@ class LLM(
         self.executor = Executor(model_config, loading, DeviceConfig(device=device), config)
         if not self.executor.leads:
             self.executor.follow()
-            if not dist.is_initialized():
+            if not dist.is_initialized():  # what comes next in the script is rank 0's
+                _log.warning(
+                    "rank %d: rank 0 has closed the engine, and this process exits. In a program "
+                    "that has more to do, call torch.distributed.init_process_group before LLM, or "
+                    "give tensor_parallel_size=1 or distributed_executor_backend",
+                    self.executor.rank,
+                )
                 raise SystemExit(0)
         if seed is None:
             self._seeds = random.Random(self.executor.of_first(random.getrandbits(64)))

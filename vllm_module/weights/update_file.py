@@ -13,6 +13,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,11 +47,12 @@ def write_update(
 ) -> None:
     """Write an update of weights as a file, which an engine takes by :func:`open_update`.
 
-    The file is there when it is whole. It replaces one of the same name. An upload to a store shows
-    it whole, too.
+    The file is there when it is whole, in a folder and in a store. It replaces one of the same
+    name.
 
     Args:
-        path: of the file, which ends with ``.safetensors``.
+        path: of the file, which ends with ``.safetensors``, or its URL in a bucket (``s3://``,
+            ``gs://``, ``az://``). It is uploaded from this machine's temporary files.
         weights: a mapping, or pairs of name and tensor, handle or ``Changes`` (see
             :func:`find_changes`). All are held until the file is written. For a DTensor, pass its
             ``full_tensor()``.
@@ -60,14 +62,15 @@ def write_update(
         digests: store a digest of each tensor, which engines compare with what they read.
 
     Raises:
-        ValueError: a name comes twice, ``after`` is missing, or the path has another suffix.
+        ValueError: a name comes twice, ``after`` is missing, or the path has another suffix or is
+            the URL of something else.
         WeightReadError: a tensor has a NaN or no dense data, or indices of ``Changes`` are wrong.
         OSError: the file cannot be written.
+        MissingPackageError: buckets need the extra ``stores``.
 
     """
-    out = Path(os.path.expanduser(path))
-    if not out.name.endswith(SAFETENSORS.suffixes):
-        raise ValueError(f"path should end with .safetensors, got {printable(out)}")
+    if not os.fspath(path).endswith(SAFETENSORS.suffixes):
+        raise ValueError(f"path should end with .safetensors, got {printable(path)}")
     if not isinstance(version, str) or not isinstance(after, str | None):
         raise ValueError(f"version and after should be text, got {version!r} and {after!r}")
     parts: dict[str, Weight] = {}
@@ -93,22 +96,38 @@ def write_update(
     sums = {name: digest_weight(part).hex for name, part in parts.items()} if digests else {}
     header = {"version": version, "after": after, "shapes": shapes, "digests": sums}
     stored = {name: Stored(part.dtype, tuple(part.shape)) for name, part in parts.items()}
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}")  # no suffix of weights
     metadata = {_KEY: json.dumps(header)}
+    with (
+        _new_file(os.fspath(path)) as place,
+        SafetensorsWriter(place, stored, aligned=True, metadata=metadata) as file,
+    ):
+        for name, part in parts.items():
+            try:
+                tensor = part if isinstance(part, torch.Tensor) else part.read()
+                is_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+                if is_float and bool(tensor.isnan().any()):
+                    raise WeightReadError(f"{printable_name(name)} has a NaN")
+                file.write(name, tensor)
+            except RuntimeError as error:  # torch's, which does not name the tensor
+                raise WeightReadError(
+                    f"{printable_name(name)} cannot be written; send a dense tensor with data: "
+                    f"{describe_error(error)}"
+                ) from error
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[Path]:
+    """Yield where to write a file; at the end of the block it gets its name, or is uploaded."""
+    if "://" in path:
+        from vllm_module.weights.stores.upload import uploading  # few trainers have a store
+
+        with uploading(path) as local:
+            yield local
+        return
+    out = Path(os.path.expanduser(path))
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}")  # no suffix of weights
     try:
-        with SafetensorsWriter(temporary, stored, aligned=True, metadata=metadata) as file:
-            for name, part in parts.items():
-                try:
-                    tensor = part if isinstance(part, torch.Tensor) else part.read()
-                    is_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-                    if is_float and bool(tensor.isnan().any()):
-                        raise WeightReadError(f"{printable_name(name)} has a NaN")
-                    file.write(name, tensor)
-                except RuntimeError as error:  # torch's, which does not name the tensor
-                    raise WeightReadError(
-                        f"{printable_name(name)} cannot be written; send a dense tensor with data: "
-                        f"{describe_error(error)}"
-                    ) from error
+        yield temporary
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)

@@ -154,12 +154,14 @@ class Ranks:
             self._join(present.group, present.group)
         elif present is None and (ranks := processes_of_world(config)) is not None:
             if backend is None and not asked and local == 0:
+                exits = ", and exit then, because they have no process group of torch.distributed"
                 _log.warning(
                     "the %d processes that were launched are the ranks of this engine: rank 0 "
                     "returns from the constructor, and the others run the model in theirs until "
-                    "rank 0 closes the engine. tensor_parallel_size=1 or "
+                    "rank 0 closes the engine%s. tensor_parallel_size=1 or "
                     "distributed_executor_backend asks for other engines",
                     len(ranks),
+                    "" if dist.is_initialized() else exits,
                 )
             self.device = own_device(self.device, local)
             self.is_led, self._owns_groups = backend is None, True

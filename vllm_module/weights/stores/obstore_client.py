@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_module.base.messages import install, printable_name, without_secrets
@@ -36,6 +38,8 @@ _CLIENT = {
     "connect_timeout": timedelta(seconds=10),
     "timeout": timedelta(seconds=300),
 }
+# Of an upload. Several parts are in memory at once, and S3 has 10,000 of a file at most.
+_PART, _PARTS = 8 << 20, 9_000
 _RETRY = {"max_retries": 0}  # the requests are tried again in one place
 _STATUS = re.compile(r"status code: (\d{3})((?: [A-Za-z]+)*)")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
@@ -122,6 +126,13 @@ class ObstoreClient:
         version = version_of(meta["size"], meta["e_tag"], str(meta["last_modified"]))
         return Answer(len(data), version)
 
+    def write(self, name: str, path: Path) -> None:
+        """Upload a file of this machine, in parts if it is large; it is there when it is whole."""
+        part = max(_PART, -(-path.stat().st_size // _PARTS))
+        with self._failures(access="write"):
+            put = partial(self._obstore.put, self._store, self._key(name), path, chunk_size=part)
+            self._call(put)
+
     def close(self) -> None:
         """End requests under way; the library closes its connections."""
         self._ended.set()
@@ -137,7 +148,7 @@ class ObstoreClient:
         return f"{self._place.folder}/{name}".lstrip("/")
 
     @contextmanager
-    def _failures(self, begin: int = 0) -> Iterator[None]:
+    def _failures(self, begin: int = 0, access: str = "list and read") -> Iterator[None]:
         """Raise the library's errors as ours; ``begin`` is where the range begins."""
         errors = self._errors
         try:
@@ -155,7 +166,7 @@ class ObstoreClient:
                 raise RefusedError(f"{reason}: {ends_before(begin)}") from None
             if status in (401, 403):
                 raise ForbiddenError(
-                    f"{reason}: no access to list and read it; set {self._place.credentials}"
+                    f"{reason}: no access to {access} it; set {self._place.credentials}"
                 ) from None
             raise RefusedError(
                 f"{reason}; check the region and the endpoint, and set {self._place.credentials}"

@@ -83,7 +83,7 @@ class Store:
 
     def fetch(self, name: str, most: int) -> bytes:
         """Return a whole file of at most ``most`` bytes. Raises as :meth:`read` does."""
-        return self._persist(lambda: self.client.fetch(name, most), name, "it")
+        return self.persist(lambda: self.client.fetch(name, most), name, "it could not be read")
 
     def fetch_optional(self, name: str, most: int) -> bytes | None:
         """Return a whole file, ``None`` if it is missing.
@@ -105,7 +105,7 @@ class Store:
 
     def names(self) -> list[str] | None:
         """List the files of the folder; ``None`` where that cannot be. Raises as :meth:`read`."""
-        return self._persist(self.client.names, "", "its files")
+        return self.persist(self.client.names, "", "its files could not be read")
 
     def read(self, name: str, begin: int, view: memoryview) -> Answer:
         """Read bytes from ``begin`` on into ``view``, fewer where the file ends before.
@@ -113,8 +113,37 @@ class Store:
         A file that is missing or may not be read is a CheckpointFormatError; what else stays wrong
         until the deadline is a WeightReadError.
         """
-        what = f"bytes {begin} to {begin + len(view) - 1}"
-        return self._persist(lambda: self.client.read(name, begin, view), name, what)
+        problem = f"bytes {begin} to {begin + len(view) - 1} could not be read"
+        return self.persist(lambda: self.client.read(name, begin, view), name, problem)
+
+    def persist(self, attempt: Callable[[], T], name: str, problem: str) -> T:
+        """Return what ``attempt`` returns, tried until the deadline while it raises BusyError.
+
+        ``problem`` says what has failed then. Raises as :meth:`read` does.
+        """
+        delay, tries = _FIRST_DELAY, 0
+        end = 0.0 if self.patience is None else time.monotonic() + self.patience
+        while True:
+            tries += 1
+            try:
+                return self._attended(attempt)
+            except (MissingError, ForbiddenError) as error:
+                raise CheckpointFormatError(f"{self._where(name)}: {error}") from error
+            except RefusedError as error:
+                raise WeightReadError(f"{self._where(name)}: {error}") from error
+            except BusyError as error:
+                now = time.monotonic()
+                end = end or now + RETRY_SECONDS
+                # Half of it at random, so that ranks which failed together do not come together.
+                pause = max(delay * _random.uniform(0.5, 1), error.after or 0.0)
+                if now + pause > end or self._wait(pause):
+                    asked = f", which asks to wait {error.after:g} s" if error.after else ""
+                    raise WeightReadError(
+                        f"{self._where(name)}: {problem} in {tries} "
+                        f"{'try' if tries == 1 else 'tries'}: {error}{asked}; try again when the "
+                        "store and the network are well"
+                    ) from error
+                delay = min(2 * delay, _LONGEST_DELAY)
 
     def together(self, works: Iterable[Callable[[], T]]) -> list[T]:
         """Call all of ``works``, many at once, and return their results in order.
@@ -177,29 +206,3 @@ class Store:
             self._ended.set()
             self.client.close()
             raise
-
-    def _persist(self, attempt: Callable[[], T], name: str, what: str) -> T:
-        """Return what ``attempt`` returns, tried until the deadline while it raises BusyError."""
-        delay, tries = _FIRST_DELAY, 0
-        end = 0.0 if self.patience is None else time.monotonic() + self.patience
-        while True:
-            tries += 1
-            try:
-                return self._attended(attempt)
-            except (MissingError, ForbiddenError) as error:
-                raise CheckpointFormatError(f"{self._where(name)}: {error}") from error
-            except RefusedError as error:
-                raise WeightReadError(f"{self._where(name)}: {error}") from error
-            except BusyError as error:
-                now = time.monotonic()
-                end = end or now + RETRY_SECONDS
-                # Half of it at random, so that ranks which failed together do not come together.
-                pause = max(delay * _random.uniform(0.5, 1), error.after or 0.0)
-                if now + pause > end or self._wait(pause):
-                    asked = f", which asks to wait {error.after:g} s" if error.after else ""
-                    raise WeightReadError(
-                        f"{self._where(name)}: {what} could not be read in {tries} "
-                        f"{'try' if tries == 1 else 'tries'}: {error}{asked}; load again when the "
-                        "store and the network are well"
-                    ) from error
-                delay = min(2 * delay, _LONGEST_DELAY)
