@@ -7,7 +7,7 @@ The loops need the extra ``cpu``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -127,12 +127,12 @@ def _bits(number: float) -> int:
 
 
 @functools.cache
-def _attention(bfloat16: bool, threads: int) -> Callable[[Iterable[int]], None]:
+def _attention(bfloat16: bool, threads: int) -> Callable[..., None]:
     return in_threads(compiled_attention(bfloat16), threads)
 
 
 @functools.cache
-def _rotation(threads: int) -> Callable[[Iterable[int]], None]:
+def _rotation(threads: int) -> Callable[..., None]:
     return in_threads(compiled_rotation(), threads)
 
 

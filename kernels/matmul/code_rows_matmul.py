@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,15 +181,15 @@ def _product(
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.dtype in _NARROW else rows.float()
-    rows = rows.contiguous() if told.order is None else rows.index_select(1, told.order)
+    rows, order = rows.contiguous(), 0 if told.order is None else told.order.data_ptr()
     count, columns = rows.shape
     padded, dtype = -(-told.outputs // 8) * 8, dtype or x.dtype
     # The sum with a bias is rounded once, and so is a result of another dtype.
     written = dtype if bias is None and dtype in _NARROW else torch.float32
     y = rows.new_empty(count, padded, dtype=written)
     own, result = (rows.data_ptr(), count, columns), (y.data_ptr(), count, padded)
-    narrow = _NARROW[rows.dtype], _NARROW[written]
-    _multiply(told.kind, told.ordered)((told.zero, *own, *told.numbers, *result, *narrow))
+    how = _NARROW[rows.dtype], _NARROW[written], order
+    _multiply(told.kind, told.ordered)((told.zero, *own, *told.numbers, *result, *how), told.order)
     product = y if padded == told.outputs else y[:, : told.outputs]
     if bias is not None:
         product = product + bias
@@ -265,13 +265,13 @@ def fastest_code_rows(
     return most
 
 
-def _multiply(kind: int, ordered: bool) -> Callable[[Iterable[int]], None]:
+def _multiply(kind: int, ordered: bool) -> Callable[..., None]:
     """Return the loops for torch's number of threads. Raises ``ImportError`` without numba."""
     return _loops(kind, ordered, torch.get_num_threads())
 
 
 @functools.cache
-def _loops(kind: int, ordered: bool, threads: int) -> Callable[[Iterable[int]], None]:
+def _loops(kind: int, ordered: bool, threads: int) -> Callable[..., None]:
     try:
         compiled = compiled_multiply(kind, ordered)
     except ModuleNotFoundError as error:

@@ -104,10 +104,10 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
 
     It is a function of C that each of torch's threads calls, for some of the outputs. Its argument
     is the address of integers of 64 bits: ``zero``, then each of :data:`ARGUMENTS`, its address and
-    its shape, and whether ``x`` and ``y`` are bfloat16, not float32. The outputs of ``y`` are
-    padded to a multiple of 8. The other arguments are those of
-    :class:`~vllm_module.kernels.matmul.code_rows.CodeRows`. The first call on a machine compiles
-    for some seconds; numba keeps the result in its cache.
+    its shape; whether ``x`` is bfloat16, not float32, and whether ``y`` is; and the address of the
+    input of each number in a row, int64, or 0. The outputs of ``y`` are padded to a multiple of 8.
+    The other arguments are those of :class:`~vllm_module.kernels.matmul.code_rows.CodeRows`. The
+    first call on a machine compiles for some seconds; numba keeps the result in its cache.
 
     Args:
         kind: how the weight is stored, which the compiler knows.
@@ -133,12 +133,16 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
 
     def multiply(argument: Any) -> None:
         assert written  # numba's cache tells loops apart by this file and such numbers alone
-        at = carray(argument, 25)
-        zero, x_narrow, y_narrow = np.float32(at[0]), at[23], at[24]
-        read = np.empty((at[2] if x_narrow else 0, at[3]), np.float32)
+        at = carray(argument, 26)
+        zero, x_narrow, y_narrow, order = np.float32(at[0]), at[23], at[24], at[25]
+        inputs = numbers(order, np.int64, (at[3] if order else 0,))
+        read = np.empty((at[2] if x_narrow or order else 0, at[3]), np.float32)
+        given = np.empty(at[3], np.float32)
         for row in range(len(read)):
-            load(at[1] + 2 * row * at[3], True, read[row])
-        x = read if x_narrow else numbers(at[1], np.float32, (at[2], at[3]))
+            load(at[1] + (2 if x_narrow else 4) * row * at[3], x_narrow, given)
+            for column in range(at[3]):
+                read[row, column] = given[inputs[column] if order else column]
+        x = read if len(read) else numbers(at[1], np.float32, (at[2], at[3]))
         rows = carray(pointer(at[4], stored), (at[5], at[6], at[7]))
         scales = carray(pointer(at[8], np.float32), (at[9], at[10]))
         zeros = carray(pointer(at[11], np.uint8), (at[12], at[13]))

@@ -125,8 +125,11 @@ def compiled(function: Any) -> Any:
         ) from error
 
 
-def in_threads(function: Any, threads: int) -> Callable[[Iterable[int]], None]:
+def in_threads(function: Any, threads: int) -> Callable[..., None]:
     """Return what calls a function once in each of some threads of torch, and waits for all.
+
+    It takes the integers of a call, and any objects whose memory no operation of torch has made and
+    nothing keeps, for a recording.
 
     Args:
         function: what :func:`compiled` returns. It is given the address of the call's integers, of
@@ -138,11 +141,11 @@ def in_threads(function: Any, threads: int) -> Callable[[Iterable[int]], None]:
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
 
-    def call(numbers: Iterable[int]) -> None:
-        held = array("q", numbers)
-        work = partial(parallel, function.address, held.buffer_info()[0], threads, 0)
+    def call(numbers: Iterable[int], *held: object) -> None:
+        given = array("q", numbers)
+        work = partial(parallel, function.address, given.buffer_info()[0], threads, 0)
         work()
         if (recording := recording_in_use.get()) is not None:
-            recording.add(work, held)
+            recording.add(work, given, *held)
 
     return call

@@ -7,7 +7,7 @@ computed in loops, too (:class:`~vllm_module.kernels.matmul.products.Products`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -85,10 +85,10 @@ def _bits(number: float) -> int:
 
 
 @functools.cache
-def _norm(threads: int) -> Callable[[Iterable[int]], None]:
+def _norm(threads: int) -> Callable[..., None]:
     return in_threads(compiled_norm(), threads)
 
 
 @functools.cache
-def _activation(tanh: bool, threads: int) -> Callable[[Iterable[int]], None]:
+def _activation(tanh: bool, threads: int) -> Callable[..., None]:
     return in_threads(compiled_activation(tanh), threads)
