@@ -15,6 +15,7 @@ import torch
 from vllm_module.kernels.attention.compiled_attention import compiled_attention, compiled_rotation
 from vllm_module.kernels.attention.paged_layout import SingleTokens
 from vllm_module.kernels.matmul.torch_threads import in_threads
+from vllm_module.kernels.rows.few_rows import compile_few_rows
 
 _CACHED = torch.float32, torch.bfloat16
 
@@ -137,7 +138,7 @@ def _rotation(threads: int) -> Callable[..., None]:
 
 
 def can_attend_on_pages(dtype: torch.dtype) -> bool:
-    """Return whether the loops take a cache of a dtype, and compile them.
+    """Return whether the loops take a cache of a dtype; compile all that run with them.
 
     That takes some seconds, once on a machine, and needs numba.
     """
@@ -146,6 +147,7 @@ def can_attend_on_pages(dtype: torch.dtype) -> bool:
     try:
         _rotation(torch.get_num_threads())
         _attention(dtype == torch.bfloat16, torch.get_num_threads())
+        compile_few_rows()
     except ImportError:
         return False
     return True

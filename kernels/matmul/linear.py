@@ -23,6 +23,7 @@ from vllm_module.kernels.operators import next_power_of_2
 
 _LARGE = 1 << 21  # multiplications below which calling oneDNN gains nothing
 _LARGE_WEIGHT = 1 << 18  # numbers of a weight below which calling the loops gains nothing
+_WORTHWHILE_RECORDED = 8 << 20  # bytes of weights
 _WORTHWHILE = 64 << 20  # bytes of large weights
 _GAIN = 0.9  # largest share of the other's time that a way may take to be chosen
 _TRIED = 1, 16, 128  # number of rows timed for each class
@@ -56,16 +57,16 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = seconds_
     return Products(one, few, many)
 
 
-def are_loops_worthwhile(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a model's weights of a dtype are large enough for the loops, and many enough.
+def are_loops_worthwhile(model: nn.Module, dtype: torch.dtype, *, recorded: bool = False) -> bool:
+    """Return whether the loops gain more than it takes to import numba, some 0.3 s.
 
-    To import numba takes some 0.3 s, and with less than 64 MiB of weights they are never regained.
+    They do with 64 MiB of weights that are large enough for them; or with 8 MiB of any, if steps
+    that run in the loops are recorded, and so free of Python.
     """
-    large = (
-        each.nbytes
-        for each in model.parameters()
-        if each.dtype == dtype and each.dim() > 1 and each.shape[-2:].numel() >= _LARGE_WEIGHT
-    )
+    weights = [each for each in model.parameters() if each.dtype == dtype and each.dim() > 1]
+    large = (each.nbytes for each in weights if each.shape[-2:].numel() >= _LARGE_WEIGHT)
+    if recorded and sum(each.nbytes for each in weights) >= _WORTHWHILE_RECORDED:
+        return True
     return sum(large) >= _WORTHWHILE
 
 

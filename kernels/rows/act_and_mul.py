@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, greatest
+from vllm_module.kernels.matmul.products import products_in_use
 from vllm_module.kernels.operators import as_rows, expect, next_power_of_2, operator, tl, triton
 from vllm_module.kernels.rows.few_rows import activate_few_rows, takes_few_rows
 from vllm_module.kernels.rows.quantized_rows import (
@@ -35,9 +36,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         ValueError: the number of features is odd, or the dtype is not floating point.
 
     """
-    if takes_few_rows(_checked(x, WIDE_FLOATS)):
+    in_loops = not torch.compiler.is_compiling() and products_in_use.get().pages
+    if in_loops and takes_few_rows(_checked(x, WIDE_FLOATS)):
         return activate_few_rows(x, "silu")
-    return _act_and_mul(x, "silu")
+    return _act_and_mul(_checked(x, WIDE_FLOATS), "silu")
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -45,7 +47,8 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
     Shapes and errors are those of :func:`silu_and_mul`.
     """
-    if _gelu(approximate) == "gelu_tanh" and takes_few_rows(_checked(x, WIDE_FLOATS)):
+    in_loops = not torch.compiler.is_compiling() and products_in_use.get().pages
+    if in_loops and approximate == "tanh" and takes_few_rows(_checked(x, WIDE_FLOATS)):
         return activate_few_rows(x, "gelu_tanh")
     return _act_and_mul(_checked(x, WIDE_FLOATS), _gelu(approximate))
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_module.kernels.matmul.products import products_in_use
 from vllm_module.kernels.matmul.torch_threads import in_threads
 from vllm_module.kernels.rows.compiled_few_rows import compiled_activation, compiled_norm
 
@@ -22,11 +21,9 @@ _DTYPES = torch.float32, torch.bfloat16
 
 
 def takes_few_rows(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Return whether the loops compute rows of ``x`` with tensors of its dtype."""
+    """Return whether the loops take rows of ``x`` and tensors of its dtype, if they were chosen."""
     return (
-        not torch.compiler.is_compiling()  # which cannot trace the next line
-        and products_in_use.get().pages
-        and x.is_cpu
+        x.is_cpu
         and x.dtype in _DTYPES
         and 0 < x.numel() <= _MOST
         and x.is_contiguous()
@@ -92,3 +89,12 @@ def _norm(threads: int) -> Callable[..., None]:
 @functools.cache
 def _activation(tanh: bool, threads: int) -> Callable[..., None]:
     return in_threads(compiled_activation(tanh), threads)
+
+
+def compile_few_rows() -> None:
+    """Compile the loops, which takes some seconds, once on a machine. Needs numba."""
+    threads = torch.get_num_threads()
+    for count in {1, threads}:
+        _norm(count)
+        for tanh in (False, True):
+            _activation(tanh, count)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import FLOATS, WIDE_FLOATS, can_convert, capability, greatest
+from vllm_module.kernels.matmul.products import products_in_use
 from vllm_module.kernels.operators import (
     as_rows,
     begin_early,
@@ -55,7 +56,8 @@ def rms_norm(
 
     """
     _check(x, None, weight, WIDE_FLOATS)
-    if takes_few_rows(x, weight):
+    in_loops = not torch.compiler.is_compiling() and products_in_use.get().pages
+    if in_loops and takes_few_rows(x, weight):
         return norm_few_rows(x, None, weight, eps, weight_offset)[0]
     return _rms_norm(x, weight, eps, weight_offset)
 
@@ -73,7 +75,8 @@ def fused_add_rms_norm(
     those of :func:`rms_norm`; ``residual`` has the shape of ``x``.
     """
     _check(x, residual, weight, WIDE_FLOATS)
-    if takes_few_rows(x, residual, weight):
+    in_loops = not torch.compiler.is_compiling() and products_in_use.get().pages
+    if in_loops and takes_few_rows(x, residual, weight):
         return norm_few_rows(x, residual, weight, eps, weight_offset)
     return _fused_add_rms_norm(x, residual, weight, eps, weight_offset)
 

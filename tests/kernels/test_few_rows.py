@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.matmul.products import Products, products
+from vllm_module.kernels.rows import act_and_mul as act_and_mul_module
 from vllm_module.kernels.rows import few_rows
+from vllm_module.kernels.rows import rms_norm as rms_norm_module
 from vllm_module.kernels.rows.act_and_mul import gelu_and_mul, silu_and_mul
 from vllm_module.kernels.rows.rms_norm import fused_add_rms_norm, rms_norm
 
@@ -105,9 +108,29 @@ def test_what_the_loops_do_not_take() -> None:
         assert not few_rows.takes_few_rows(other)
     assert not few_rows.takes_few_rows(x, x.bfloat16())
     assert not few_rows.takes_few_rows(torch.empty(1 << 9, (1 << 8) + 1))
-    with products(Products()):
-        assert not few_rows.takes_few_rows(x)
     with torch.inference_mode(mode=False):
         assert not few_rows.takes_few_rows(x)
-    weight = torch.randn(8)
-    assert torch.equal(rms_norm(x.half(), weight.half(), 1e-5).isnan(), torch.zeros(4, 8).bool())
+
+
+def test_they_are_used_where_they_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, called = torch.randn(4, 8), torch.ones(8), list[str]()
+    for name in ("norm_few_rows", "activate_few_rows"):
+        for module in (rms_norm_module, act_and_mul_module):
+            if hasattr(module, name):
+                own = getattr(few_rows, name)
+
+                def noted(*given: Any, own: Any = own, name: str = name) -> Any:
+                    called.append(name)
+                    return own(*given)
+
+                monkeypatch.setattr(module, name, noted)  # to see which way was taken
+
+    def compute() -> list[str]:
+        called.clear()
+        rms_norm(x, weight, 1e-5), fused_add_rms_norm(x, x, weight, 1e-5)
+        silu_and_mul(x), gelu_and_mul(x, "tanh"), gelu_and_mul(x)
+        return list(called)
+
+    assert compute() == ["norm_few_rows"] * 2 + ["activate_few_rows"] * 2
+    with products(Products()):
+        assert not compute()
