@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch._subclasses import FakeTensor
 
+from vllm_module.kernels.recording import recording_in_use
+
 if TYPE_CHECKING:
     import triton
     import triton.language as tl
@@ -159,13 +161,14 @@ def checks_values(tensor: torch.Tensor) -> bool:
     """Return whether to check the indices in a tensor before they are used.
 
     On the CPU they are always checked. On a device the host would have to wait, so they are checked
-    only with ``VLLM_MODULE_CHECKS=1`` in the environment, and never while a CUDA graph is captured.
-    No kernel writes out of bounds in either case. Tensors without values are not checked.
+    only with ``VLLM_MODULE_CHECKS=1`` in the environment. While a CUDA graph is captured or a step
+    is recorded, they are not: such a step is computed before. No kernel writes out of bounds on a
+    device. Tensors without values are not checked.
     """
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     if tensor.is_cpu:
-        return True
+        return recording_in_use.get() is None
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return False
     return os.environ.get("VLLM_MODULE_CHECKS", "0") not in ("", "0")

@@ -238,14 +238,11 @@ class DecodingLayout(PagedLayout):
 
     Args:
         block_tables, context_lens: as for :class:`PagedLayout`.
-        checked: of a layout of such a step, whose tensors had the same shapes.
 
     """
 
-    def __init__(
-        self, block_tables: torch.Tensor, context_lens: torch.Tensor, checked: set[object]
-    ) -> None:
-        self.checked = checked
+    def __init__(self, block_tables: torch.Tensor, context_lens: torch.Tensor) -> None:
+        self.checked = set()
         self.slot_bounds = 0, -1
         rows = torch.arange(len(context_lens), device=context_lens.device)
         self._single = SingleTokens(rows, block_tables, context_lens, True)

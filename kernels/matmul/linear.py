@@ -23,8 +23,7 @@ from vllm_module.kernels.operators import next_power_of_2
 
 _LARGE = 1 << 21  # multiplications below which calling oneDNN gains nothing
 _LARGE_WEIGHT = 1 << 18  # numbers of a weight below which calling the loops gains nothing
-_WORTHWHILE_RECORDED = 8 << 20  # bytes of weights
-_WORTHWHILE = 64 << 20  # bytes of large weights
+_WORTHWHILE = 8 << 20  # bytes of weights
 _GAIN = 0.9  # largest share of the other's time that a way may take to be chosen
 _TRIED = 1, 16, 128  # number of rows timed for each class
 _TRIED_IN_LOOPS = 1, 3, 8, 32, 128
@@ -57,17 +56,14 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = seconds_
     return Products(one, few, many)
 
 
-def are_loops_worthwhile(model: nn.Module, dtype: torch.dtype, *, recorded: bool = False) -> bool:
-    """Return whether the loops gain more than it takes to import numba, some 0.3 s.
+def are_loops_worthwhile(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a model has 8 MiB of weights of a dtype.
 
-    They do with 64 MiB of weights that are large enough for them; or with 8 MiB of any, if steps
-    that run in the loops are recorded, and so free of Python.
+    To import numba takes some 0.3 s. Steps that run in the loops are recorded, so a model of a few
+    million parameters regains them in some hundred steps.
     """
-    weights = [each for each in model.parameters() if each.dtype == dtype and each.dim() > 1]
-    large = (each.nbytes for each in weights if each.shape[-2:].numel() >= _LARGE_WEIGHT)
-    if recorded and sum(each.nbytes for each in weights) >= _WORTHWHILE_RECORDED:
-        return True
-    return sum(large) >= _WORTHWHILE
+    weights = (each for each in model.parameters() if each.dtype == dtype and each.dim() > 1)
+    return sum(each.nbytes for each in weights) >= _WORTHWHILE
 
 
 def fastest_float_rows(

@@ -13,6 +13,7 @@ import torch
 
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import checks_values, expect, expect_writable, tl, triton
+from vllm_module.kernels.recording import recording_in_use
 
 # The exponential of this logarithm of a decay is 0 in float32. In chunks smaller logarithms are
 # raised to it: they would take the last digits of sums from which later decays are computed.
@@ -110,15 +111,17 @@ def loaded_states(
     """
     states = state.index_select(0, state_slots.clamp(min=0)).float()
     keeps = (context_lens > 1) & (state_slots >= 0)
-    if not keeps.all():
+    if recording_in_use.get() is not None or not keeps.all():
         states.masked_fill_(~keeps.view(-1, *[1] * (states.dim() - 1)), 0.0)
     return states
 
 
 def store_states(state: torch.Tensor, state_slots: torch.Tensor, new: torch.Tensor) -> None:
-    """Store the states of all sequences but padding."""
+    """Store the states of all sequences but padding, of which a recorded step has none."""
     used = state_slots >= 0
-    if not used.all():  # if all are stored, a copy of them is saved
+    if (
+        recording_in_use.get() is None and not used.all()
+    ):  # if all are stored, a copy of them is saved
         state_slots, new = state_slots[used], new[used]
     state.index_copy_(0, state_slots, new.to(state.dtype))
 

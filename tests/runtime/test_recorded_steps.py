@@ -32,12 +32,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 8, "sliding_window": 8},
     "phi3": {"pad_token_id": 0},
     "gpt_neox": {},
-}
+    "mamba2": {"num_attention_heads": 8, "num_heads": 8, "head_dim": 8, "state_size": 8,
+               "n_groups": 1},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+              "mamba_n_groups": 1},
+    "qwen3_next": {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                   "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0,
+                   "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
 
 
 def write(path: Path, family: str, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **SHAPE, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **SHAPE | FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(float("norm" in name.lower() and "gemma" not in family), 0.3)

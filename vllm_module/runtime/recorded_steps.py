@@ -15,6 +15,7 @@ from vllm_module.kernels.recording import NotRecordableError, Recording
 from vllm_module.layers import Attention, AttentionMetadata
 from vllm_module.layers.fusion import is_plain
 from vllm_module.layers.placed_experts import PlacedExperts
+from vllm_module.layers.recurrent import RecurrentLayer
 
 _log = logging.getLogger(__name__)
 _FIRST = 3  # such a step is recorded when it comes for this time
@@ -35,7 +36,7 @@ class RecordedSteps:
     dropped, which gain least.
 
     Args:
-        model: the model, whose layers have a cache, and no state of each sequence.
+        model: the model, whose layers have their caches and states.
 
     """
 
@@ -109,19 +110,28 @@ class _RecordedStep:
         if self._recording is not None:
             for own, given in zip(self._given, _numbers(ids, positions, metadata), strict=True):
                 own.copy_(given)
-            self._recording.again()
             if self._holds:
+                self._recording.again()
                 return self._logits
+        elif self.met != _FIRST:
+            return compute(ids, positions, metadata.laid_out())
+        states = _States(model, metadata)
+        before = states.copied()
         expected = compute(ids, positions, metadata.laid_out())
+        after = states.copied()
         try:
+            states.put(before)
             if self._recording is not None:
-                self._compare(expected)
+                self._recording.again()
                 self._holds = True
-            elif self.met == _FIRST:
-                self._record(model, compute, ids, positions, metadata)
-                self._compare(expected)
+            else:
+                self._record(model, compute, ids, positions, metadata, states)
+            ours, theirs = (each.view(torch.uint8) for each in (self._logits, expected))
+            if not torch.equal(ours, theirs):
+                raise NotRecordableError("it gave other bits than the model")
         except Exception as error:  # the model has just computed this step
             self.give_up(describe_error(error))
+        states.put(after)
         return expected
 
     def give_up(self, reason: str) -> None:
@@ -136,6 +146,7 @@ class _RecordedStep:
         ids: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
+        states: _States,
     ) -> None:
         modules = list(model.modules())
         if not all(map(is_plain, modules)):
@@ -143,34 +154,56 @@ class _RecordedStep:
         if any(isinstance(each, PlacedExperts) for each in modules):
             raise NotRecordableError("experts are chosen on the host")
         self._given = [each.clone() for each in _numbers(ids, positions, metadata)]
-        ids, positions, slots, tables, contexts = self._given
+        ids, positions, slots, tables, contexts, *others = self._given
         starts = metadata.query_start_loc.clone()
-        self._metadata = AttentionMetadata(slots, tables, contexts, starts, 1)
-        assert metadata.layout is not None
-        layout = DecodingLayout(tables, contexts, metadata.layout.checked)
-        object.__setattr__(self._metadata, "layout", layout)
+        self._metadata = AttentionMetadata(
+            slots, tables, contexts, starts, 1, state_slots=others[0] if others else None
+        )
+        object.__setattr__(self._metadata, "layout", DecodingLayout(tables, contexts))
         kept = [each.kv_cache for each in modules if isinstance(each, Attention)]
         caches = [cache for each in kept if each is not None for cache in each]
-        given = [*model.parameters(), *model.buffers(), *caches, *self._given, starts]
-        constants: list[dict[int, object]] = []
+        given = [*model.parameters(), *model.buffers(), *caches, *states.tensors]
+        recordings: list[Recording] = []  # memory of the first is kept until the second has its own
+        before = states.copied()
         for _ in range(2):
-            recording = Recording(given)
-            with recording.running():
+            states.put(before)
+            recordings.append(Recording([*given, *self._given, starts]))
+            with recordings[-1].running():
                 self._logits = compute(ids, positions, self._metadata)
-            constants.append(dict(recording.constants))
-        if not constants[1].keys() <= constants[0].keys():
+        first, second = recordings
+        if not second.constants.keys() <= first.constants.keys():
             raise NotRecordableError("it reads memory that no operation has made")
-        self._recording = recording
+        self._recording = second
 
-    def _compare(self, expected: torch.Tensor) -> None:
-        """Raise if the recording did not give the bits of the model."""
-        ours, theirs = (each.view(torch.uint8) for each in (self._logits, expected))
-        if not torch.equal(ours, theirs):
-            raise NotRecordableError("a recording gave other bits than the model")
+
+class _States:
+    """The states of a step's sequences, which a step that is computed again must find as before.
+
+    Attributes:
+        tensors: the states of all sequences, of each layer.
+
+    """
+
+    def __init__(self, model: nn.Module, metadata: AttentionMetadata) -> None:
+        layers = [each for each in model.modules() if isinstance(each, RecurrentLayer)]
+        self.tensors = [state for each in layers for state in (each.states or {}).values()]
+        self._slots = metadata.state_slots if self.tensors else None
+
+    def copied(self) -> list[torch.Tensor]:
+        if self._slots is None:
+            return []
+        return [each.index_select(0, self._slots) for each in self.tensors]
+
+    def put(self, copies: list[torch.Tensor]) -> None:
+        for each, copied in zip(self.tensors, copies, strict=True):
+            assert self._slots is not None
+            each.index_copy_(0, self._slots, copied)
 
 
 def _numbers(
     ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors of a step whose numbers differ from those of the next one."""
-    return ids, positions, metadata.slot_mapping, metadata.block_tables, metadata.context_lens
+    places = metadata.slot_mapping, metadata.block_tables, metadata.context_lens
+    slots = () if metadata.state_slots is None else (metadata.state_slots,)
+    return ids, positions, *places, *slots

@@ -204,31 +204,22 @@ def test_rows_of_codes_are_chosen_for_quantized_models_only(
 
 
 @pytest.mark.parametrize(
-    ("shape", "count", "dtype", "states", "large"),
+    ("shape", "count", "dtype", "large"),
     [
-        ((512, 511), 300, torch.float32, True, False),
-        ((512, 512), 63, torch.float32, True, False),
-        ((512, 512), 64, torch.float32, True, True),
-        ((512, 512), 127, torch.bfloat16, True, False),
-        ((512, 512), 128, torch.bfloat16, True, True),
-        ((512, 511), 8, torch.float32, False, False),
-        ((256, 256), 32, torch.float32, False, True),
-        ((256, 256), 63, torch.bfloat16, False, False),
-        ((256, 256), 64, torch.bfloat16, False, True),
+        ((512, 511), 8, torch.float32, False),
+        ((256, 256), 32, torch.float32, True),
+        ((256, 256), 63, torch.bfloat16, False),
+        ((256, 256), 64, torch.bfloat16, True),
     ],
 )
-def test_the_loops_for_floats_are_for_models_that_gain_from_them(
+def test_the_loops_for_floats_are_for_8_mib_of_weights(
     shape: tuple[int, int],
     count: int,
     dtype: torch.dtype,
-    states: bool,
     large: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are measured once, beside the library that was chosen, and not for smaller models.
-
-    These are models of 8 MiB, whose steps are recorded, and with states of 64 MiB.
-    """
+    """They are measured once, beside the library that was chosen, and not for smaller models."""
     library, asked = Products(few=dtype == torch.float32), []
 
     def measure(*given: object) -> range:
@@ -239,11 +230,9 @@ def test_the_loops_for_floats_are_for_models_that_gain_from_them(
     monkeypatch.setattr(fastest, "_fastest_products", lambda threads: Products(few=True))
     monkeypatch.setattr(fastest, "fastest_float_rows", measure)
     monkeypatch.setattr(fastest, "can_attend_on_pages", lambda dtype: True)
-    # A layer with a state needs a whole model.
-    monkeypatch.setattr(fastest, "state_layers", lambda model: [model] if states else [])
     fastest._fastest_float_rows.cache_clear()
     layers = (torch.nn.Linear(*shape, device="meta", dtype=dtype) for _ in range(count))
-    model: Any = torch.nn.ModuleList(layers)
+    model = torch.nn.ModuleList(layers)
     try:
         for _ in range(2):
             found = fastest.fastest_for(model, dtype)

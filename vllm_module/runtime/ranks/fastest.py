@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import nn
 
-from vllm_module.core.module import vLLMModule
 from vllm_module.kernels.attention.attention_on_pages import can_attend_on_pages
 from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.linear import (
@@ -16,10 +16,9 @@ from vllm_module.kernels.matmul.linear import (
 )
 from vllm_module.kernels.matmul.products import Products
 from vllm_module.quantization.method import QuantizableLayer
-from vllm_module.runtime.cache.state_cache import state_layers
 
 
-def fastest_for(model: vLLMModule, dtype: torch.dtype, *, decodes: bool = True) -> Products:
+def fastest_for(model: nn.Module, dtype: torch.dtype, *, decodes: bool = True) -> Products:
     """Return what multiplies fastest by a model's weights, with torch's current threads.
 
     Engines of a process share measurements. A model of few weights is not worth the import of
@@ -34,8 +33,7 @@ def fastest_for(model: vLLMModule, dtype: torch.dtype, *, decodes: bool = True) 
     threads = torch.get_num_threads()
     chosen = _fastest_products(threads) if dtype == torch.float32 else Products()
     layers = [each for each in model.modules() if isinstance(each, QuantizableLayer)]
-    recorded = not state_layers(model)
-    in_loops = decodes and are_loops_worthwhile(model, dtype, recorded=recorded)
+    in_loops = decodes and are_loops_worthwhile(model, dtype)
     if in_loops:
         chosen = chosen._replace(floats=_fastest_float_rows(dtype, chosen, threads))
     if any(each.is_quantized for each in layers):

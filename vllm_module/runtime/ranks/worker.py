@@ -268,10 +268,10 @@ class Worker(WorkerExperts):
             self.model, self.num_states, self.device, self.source.dtype, self.host_states
         )
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
-        # Ranks meet outside of torch's operations, and a step that is done twice must not change a
-        # state or a count twice.
-        once = self.has_states or config.enable_eplb or config.enforce_eager or compiled
-        if self.device.type == "cpu" and self._all_ranks == 1 and not once:
+        # Ranks meet outside of torch's operations, and a step that is computed twice to record it
+        # would count experts twice.
+        plain = not (config.enable_eplb or config.enforce_eager or compiled)
+        if self.device.type == "cpu" and self._all_ranks == 1 and plain:
             self._recorded = RecordedSteps(self.model)
         self.runner = ModelRunner(
             self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows,
