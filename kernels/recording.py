@@ -26,6 +26,16 @@ _REFUSED = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 recording_in_use: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
+def as_one(work: Callable[[], Any]) -> Any:
+    """Return what work returns: a tensor, or several.
+
+    If it is recorded, its Python code runs again each time: it may read numbers on the host and
+    decide by them. It reads and writes nothing but memory of tensors that stay where they are.
+    """
+    recording = recording_in_use.get()
+    return work() if recording is None else recording.one(work)
+
+
 class NotRecordableError(Exception):
     """A computation cannot be done again by its operations alone."""
 
@@ -57,11 +67,24 @@ class Recording:
         self._calls: list[Callable[[], object]] = []
         self._held: list[object] = []  # what the calls have only addresses of
         self._made = {_address(each) for each in given}
+        self._paused = False
 
     def add(self, call: Callable[[], object], *held: object) -> None:
         """Add a call that was made just now, and objects that it needs."""
         self._calls.append(call)
         self._held += held
+
+    def one(self, work: Callable[[], Any]) -> Any:
+        """Do work and return its result; all of it is one operation of this recording."""
+        token, self._paused = recording_in_use.set(None), True
+        try:
+            result = work()
+            self._keep(_tensors(result), set())
+            self._calls.append(_Again(work, result))
+        finally:
+            self._paused = False
+            recording_in_use.reset(token)
+        return result
 
     @torch.inference_mode()
     def again(self) -> None:
@@ -77,12 +100,24 @@ class Recording:
         """
         token = recording_in_use.set(self)
         try:
-            with _Reads(), _Operations(self._note):
+            with _Reads(self._is_paused), _Operations(self._note):
                 yield
         finally:
             recording_in_use.reset(token)
 
+    def _is_paused(self) -> bool:
+        return self._paused
+
+    def _keep(self, results: list[torch.Tensor], before: set[int]) -> None:
+        """Keep the memory of results, but for what was there before."""
+        new = {_address(each): each.untyped_storage().nbytes() for each in results}
+        self.nbytes += sum(new[each] for each in new.keys() - before - self._made)
+        self._made |= new.keys()
+        self._held += results
+
     def _note(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._paused:
+            return
         name = operation.name()
         used, results = _tensors((args, kwargs)), _tensors(result)
         if not name.startswith("aten::") or any(tag in operation.tags for tag in _REFUSED):
@@ -92,35 +127,31 @@ class Recording:
         for each in used:
             if _address(each) not in self._made:
                 self.constants[_address(each)] = each.untyped_storage()
-        before = {_address(each) for each in used}
-        new = {_address(each): each.untyped_storage().nbytes() for each in results}
-        self.nbytes += sum(new[each] for each in new.keys() - before - self._made)
-        self._made |= new.keys()
-        self._held += *used, *results
+        before, new = {_address(each) for each in used}, {_address(each) for each in results}
+        self._keep(results, before)
+        self._held += used
         call, short = partial(operation, *args, **kwargs), name.split("::")[1].split(".")[0]
         if operation._schema.is_mutable:
             self._calls.append(call)
-        elif short in _EMPTY or short in _OF_DTYPES or (new and new.keys() <= before):
+        elif short in _EMPTY or short in _OF_DTYPES or (new and new <= before):
             return  # memory to be written, nothing of any number, or a view
-        elif (
-            not isinstance(result, torch.Tensor)
-            or torch.Tag.nondeterministic_seeded in operation.tags
-        ):
+        elif not new or torch.Tag.nondeterministic_seeded in operation.tags:
             raise NotRecordableError(f"{name} cannot be done again")
-        elif result.untyped_storage().nbytes() < result.nbytes:
+        elif any(each.untyped_storage().nbytes() < each.nbytes for each in results):
             raise NotRecordableError(f"{name} returns elements that share memory")
         else:
             self._calls.append(_Again(call, result))
 
 
 class _Again:
-    """An operation whose result is written where it was."""
+    """An operation whose results are written where they were."""
 
-    def __init__(self, operation: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
-        self._operation, self._result = operation, result
+    def __init__(self, operation: Callable[[], Any], result: Any) -> None:
+        self._operation, self._results = operation, _tensors(result)
 
     def __call__(self) -> None:
-        self._result.copy_(self._operation())
+        for result, new in zip(self._results, _tensors(self._operation()), strict=True):
+            result.copy_(new)
 
 
 class _Operations(TorchDispatchMode):
@@ -139,8 +170,12 @@ class _Operations(TorchDispatchMode):
 class _Reads(TorchFunctionMode):
     """Refuses what gives numbers to Python code without an operation."""
 
+    def __init__(self, paused: Callable[[], bool]) -> None:
+        super().__init__()
+        self._paused = paused
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS:
+        if getattr(func, "__name__", "") in _READS and not self._paused():
             raise NotRecordableError(f"{func.__name__} gives numbers to Python code")
         return func(*args, **(kwargs or {}))
 

@@ -32,6 +32,7 @@ from vllm_module.kernels.operators import (
     tl,
     triton,
 )
+from vllm_module.kernels.recording import as_one
 from vllm_module.kernels.rows.quantize import dequantize
 
 _FP8 = torch.float8_e4m3fn
@@ -174,16 +175,20 @@ def by_expert(
 
     ``product`` returns that of an expert's rows, with its bias.
     """
-    y = x.new_empty(rows_of(x, rows), outputs)
-    bounds = offsets.tolist()
-    y[bounds[-1] :] = 0
-    if rows is not None:
-        x = x.index_select(0, rows[: bounds[-1]] // top_k)
-    for expert, (first, last) in enumerate(pairwise(bounds)):
-        if first < last:
-            own_bias = None if bias is None else bias[expert]
-            y[first:last] = product(expert, x[first:last], own_bias)
-    return y
+
+    def multiply() -> torch.Tensor:
+        y = x.new_empty(rows_of(x, rows), outputs)
+        bounds = offsets.tolist()
+        y[bounds[-1] :] = 0
+        given = x if rows is None else x.index_select(0, rows[: bounds[-1]] // top_k)
+        for expert, (first, last) in enumerate(pairwise(bounds)):
+            if first < last:
+                own_bias = None if bias is None else bias[expert]
+                y[first:last] = product(expert, given[first:last], own_bias)
+        return y
+
+    product_of_all: torch.Tensor = as_one(multiply)
+    return product_of_all
 
 
 def grouped_matmul_triton(*arguments: Any) -> torch.Tensor:

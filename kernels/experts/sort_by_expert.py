@@ -43,10 +43,9 @@ def sort_by_expert_reference(
     """Sort in plain torch; see :func:`sort_by_expert`."""
     local = experts.reshape(-1) - first
     local = torch.where((local >= 0) & (local < count), local, count)
-    order = local.argsort(stable=True).int()
-    offsets = torch.zeros(count + 1, dtype=torch.int32, device=experts.device)
-    torch.cumsum(local.bincount(minlength=count + 1)[:count], 0, out=offsets[1:])
-    return order, offsets
+    ascending, order = local.sort(stable=True)
+    numbers = torch.arange(count + 1, dtype=ascending.dtype, device=experts.device)
+    return order.int(), torch.searchsorted(ascending, numbers, out_int32=True)
 
 
 def sort_by_expert_triton(

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_module.kernels.recording import NotRecordableError, Recording, recording_in_use
+from vllm_module.kernels.recording import (
+    NotRecordableError,
+    Recording,
+    as_one,
+    recording_in_use,
+)
 
 COLUMNS = 5
 
@@ -41,7 +46,25 @@ def normalized(x: Tensor) -> Tensor:
     return torch.nn.functional.rms_norm(x, (COLUMNS,), None, 1e-6).softmax(-1)
 
 
-@pytest.mark.parametrize("work", [in_place, reshaped, into_memory, with_several, normalized])
+def sorted_rows(x: Tensor) -> Tensor:
+    values, places = x.sort(-1)
+    return values * places + x.topk(2, 0).values.sum(0)
+
+
+def in_python(x: Tensor) -> Tensor:
+    """Decide by numbers, in an operation that is done as one."""
+
+    def work() -> tuple[Tensor, Tensor]:
+        signs = [1 if each > 0 else -1 for each in x[:, 0].tolist()]
+        return x * torch.tensor(signs).unsqueeze(1), x[x > 0].sum()
+
+    turned, total = as_one(work)
+    return turned.relu() + total
+
+
+@pytest.mark.parametrize(
+    "work", [in_place, reshaped, into_memory, with_several, normalized, sorted_rows, in_python]
+)
 def test_a_recording_gives_what_the_computation_gives(work: Callable[[Tensor], Tensor]) -> None:
     given = torch.randn(4, COLUMNS)
     recording = Recording([given])
@@ -85,7 +108,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "mask": lambda x: x[x > 0],
     "random": lambda x: x + torch.rand_like(x),
     "dropout": lambda x: torch.nn.functional.dropout(x),
-    "several results": lambda x: x.sort(-1).values,
     "an operation of others": lambda x: torch.ops.recording_test.twice(x),
     "another device": lambda x: x.to("meta"),
 }

@@ -39,6 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
                    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0,
                    "layer_types": ["linear_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 32, "norm_topk_prob": True},
 }  # fmt: skip
 
 

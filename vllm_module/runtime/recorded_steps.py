@@ -14,7 +14,6 @@ from vllm_module.kernels.matmul.products import products_in_use
 from vllm_module.kernels.recording import NotRecordableError, Recording
 from vllm_module.layers import Attention, AttentionMetadata
 from vllm_module.layers.fusion import is_plain
-from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.layers.recurrent import RecurrentLayer
 
 _log = logging.getLogger(__name__)
@@ -151,8 +150,6 @@ class _RecordedStep:
         modules = list(model.modules())
         if not all(map(is_plain, modules)):
             raise NotRecordableError("a hook would not be called")
-        if any(isinstance(each, PlacedExperts) for each in modules):
-            raise NotRecordableError("experts are chosen on the host")
         self._given = [each.clone() for each in _numbers(ids, positions, metadata)]
         ids, positions, slots, tables, contexts, *others = self._given
         starts = metadata.query_start_loc.clone()
