@@ -8,6 +8,7 @@ from vllm_module.kernels.attention.attention_on_pages import attend_on_pages, ta
 from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
 from vllm_module.kernels.attention.paged_layout import Alone, PagedLayout, Together
 from vllm_module.kernels.matmul.products import products_in_use
+from vllm_module.kernels.recording import as_one
 
 _KEYS_AT_ONCE = 1 << 19  # elements of keys that fit into a CPU's cache
 
@@ -32,19 +33,14 @@ def paged_attention_reference(
 
     See :func:`~vllm_module.kernels.attention.paged_attention.paged_attention`.
     """
-    return attend(
-        query,
-        k_cache,
-        v_cache,
-        PagedLayout(block_tables, context_lens, query_start_loc),
-        scale,
-        sliding_window,
-        k_scale,
-        v_scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-    )
+    scales_and_scores = k_scale, v_scale, softcap, alibi_slopes, sinks
+
+    def work() -> torch.Tensor:
+        layout = PagedLayout(block_tables, context_lens, query_start_loc)
+        return attend(query, k_cache, v_cache, layout, scale, sliding_window, *scales_and_scores)
+
+    output: torch.Tensor = as_one(work)
+    return output
 
 
 def attend(

@@ -17,6 +17,7 @@ from vllm_module.kernels.operators import (
     tl,
     triton,
 )
+from vllm_module.kernels.recording import recording_in_use
 from vllm_module.kernels.rows.quantize import scaled_to
 
 _TILE = 2048  # elements of keys for each program, with as many of values
@@ -121,7 +122,9 @@ def reshape_and_cache_reference(
 
 
 def holds_slots(cache: torch.Tensor, slot_mapping: torch.Tensor) -> bool:
-    """Return whether the cache has every slot of ``slot_mapping``."""
+    """Return whether the cache has every slot of ``slot_mapping``, as of each recorded step."""
+    if recording_in_use.get() is not None:
+        return True
     least, most = map(int, slot_mapping.aminmax() if len(slot_mapping) else (0, 0))
     return least >= 0 and most < cache.shape[0] * cache.shape[1]
 

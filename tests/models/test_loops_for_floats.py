@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,20 +11,25 @@ import pytest
 from vllm_module import LLM, SamplingParams
 from vllm_module.kernels.matmul import code_rows_matmul, compiled_floats, linear
 from vllm_module.kernels.matmul.products import Products
+from vllm_module.kernels.recording import Recording
 from vllm_module.runtime.ranks import executor
 
 pytest.importorskip("numba")
 STEPS = 32  # as in conftest.py
-NAMES = "gpt2", "llama", "gemma2", "mixtral", "deepseek-v3", "qwen3-next", "mamba2", "bamba"
+CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_tokens_are_those_of_transformers(
     name: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights of any size and dtype are for the loops here, and up to eight rows at once."""
+    """Weights of any size are for the loops here, and each model's steps are recorded."""
     checkpoint, kinds = tiny(name), set()
-    multiply = code_rows_matmul._multiply
+    multiply, again, repeated = code_rows_matmul._multiply, Recording.again, []
+
+    def counted_again(recording: Recording) -> None:
+        repeated.append(1)
+        again(recording)
 
     def counted(kind: int, ordered: bool) -> Any:
         kinds.add(kind)
@@ -33,6 +40,7 @@ def test_tokens_are_those_of_transformers(
     chosen = Products(floats=range(1, 9), pages=True)
     monkeypatch.setattr(executor, "fastest_for", lambda *_, **__: chosen)
     monkeypatch.setattr(code_rows_matmul, "_multiply", counted)
+    monkeypatch.setattr(Recording, "again", counted_again)
     prompts = [{"prompt_token_ids": ids} for ids in checkpoint.reference.prompts]
     asked = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}
@@ -40,3 +48,4 @@ def test_tokens_are_those_of_transformers(
         outputs = llm.generate(prompts, asked, use_tqdm=False)
     assert [list(each.outputs[0].token_ids) for each in outputs] == checkpoint.reference.tokens
     assert kinds == {compiled_floats.FLOAT32}
+    assert len(repeated) > STEPS // 2
