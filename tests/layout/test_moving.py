@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.base.process_groups import private_group
-from vllm_module.cooperative import moved, moving, receive_boxes, send_boxes
+from vllm_module.cooperative import moved, rank_transfer, receive_boxes, send_boxes
 from vllm_module.cooperative.nixl import FRAME
 from vllm_module.core.layout_of import layout_of_module
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.layers import MergedColumnParallelLinear, ReplicatedLinear
-from vllm_module.layout import Layout, TransferPlan
+from vllm_module.layout import Layout, StoredTensorLayout, TransferPlan, layout_of_shards, rows
 from vllm_module.layout.messages import RELAYED
 from vllm_module.testing import random_weights
 
@@ -129,7 +129,7 @@ def test_ranks_of_a_host_relay_to_each_other(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the two parts of a tensor each goes to one of two ranks, which passes it to the other."""
-    monkeypatch.setattr(moving, "NixlCarrier", OneProcess)  # the package is optional
+    monkeypatch.setattr(rank_transfer, "NixlCarrier", OneProcess)  # the package is optional
     weights = random_weights(fused(0, 1).expected_weights(), seed=1)
     source = fused(0, 2).plan_weights(weights).layout(2)
     target = fused(0, 1).plan_weights(weights).layout(2)
@@ -214,9 +214,16 @@ def test_a_rank_without_memory_blames_no_other(monkeypatch: pytest.MonkeyPatch) 
 
 def test_boxes_of_a_device_are_joined_on_the_host() -> None:
     """A copy of all of them on the device might not fit there."""
+    entry = StoredTensorLayout("w", (4, 3), "uint8", "w", 0)
+    source, target = (
+        layout_of_shards([entry], ranks, lambda _, shape, rank, of=ranks: rows(shape, rank, of))
+        for ranks in (1, 4)
+    )
+    (route,) = TransferPlan(source, target).routes
+    boxes = [(moved.Moved("w", 0, route, "w"), at) for at in range(4)]
     device = SIMULATED["SimulatedDevice"]()
     with device.present():
         parts = [torch.full((3,), at, dtype=torch.uint8, device="cuda") for at in range(4)]
-        message = moved.packed([(None, at) for at in range(4)], lambda _, at: parts[at])  # type: ignore[misc]
+        message = moved.packed(boxes, lambda _, at: parts[at])
     assert message.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert "cat" not in device.operators
