@@ -104,6 +104,36 @@ def test_boxes_of_tensors_that_lie_elsewhere(held: Callable[[Tensors], Tensors])
             torch.testing.assert_close(arrived, weights, rtol=0, atol=0)
 
 
+def test_a_parameter_with_other_strides_is_copied_once() -> None:
+    """Else a batch with all experts of a parameter would have as many copies of all of it."""
+    weights = random_weights(fused(0, 1).expected_weights(), seed=1)
+    layer = fused(0, 1)
+    layer.load_weights(weights)
+    source = layer.plan_weights(weights).layout(1)
+    parameters = transposed({name: each.data for name, each in layer.named_parameters()})
+    copies: Tensors = {}
+    for route in TransferPlan(source, source).routes:
+        for entry in route.tensors:
+            each = moved.Moved(entry.name, 0, route, entry.parameter)
+            ((_, _, values),) = moved.held_values(source, each, 0, parameters, copies)
+            torch.testing.assert_close(values, weights[entry.name], rtol=0, atol=0)
+            if entry.parameter == "weight":
+                copy = copies["weight"].untyped_storage()
+                assert values.untyped_storage().data_ptr() == copy.data_ptr()
+    assert copies.keys() == {"weight"}  # a bias has no other strides
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+@pytest.mark.parametrize("shape", [(3, 5), (1 << 11, 1 << 10), (0, 4), ()], ids=str)
+def test_zeros_are_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Those of a large tensor, and of a small one, can be written."""
+    zeros = moved.zeros_of(shape, dtype)
+    assert (zeros.shape, zeros.dtype) == (shape, dtype)
+    assert not zeros.view(torch.uint8).any() if shape else zeros.item() == 0
+    zeros.fill_(2)
+    assert bool((zeros.float() == 2).all())
+
+
 class OneProcess:
     """Does as ``NixlCarrier`` does where ranks are threads: a frame says which memory it is."""
 

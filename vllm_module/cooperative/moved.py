@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from vllm_module.base.messages import printable_name
@@ -14,6 +15,7 @@ from vllm_module.errors import WeightReadError
 from vllm_module.layout import HeldBox, Hop, Layout, Route
 from vllm_module.layout.views import Box, place
 
+_LARGE = 1 << 20  # bytes of zeros that are worth a mapping of their own
 HeldValues: TypeAlias = tuple[Box, Sequence[int], torch.Tensor]  # a box, its view, its values
 
 Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by a tensor's name and a box's number
@@ -151,9 +153,18 @@ def write_box(
 
 
 def zeros_of(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on the CPU, which take memory where they are written. torch.zeros writes all."""
-    numel = math.prod(shape)
-    return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
+    """Return zeros on the CPU, which take memory by the page where they are written.
+
+    ``torch.zeros`` writes all of them, and NumPy asks for pages of megabytes.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # of a kernel without pages of megabytes
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 Read: TypeAlias = Callable[[Moved, int], torch.Tensor]  # the values of a box
