@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.base.process_groups import rank_and_size
-from vllm_module.base.waiting import interruptibly
+from vllm_module.base.waiting import SLICE, interruptibly
 from vllm_module.cooperative.moved import Moved, Read, Values, nbytes_of, packed, unpacked
 from vllm_module.cooperative.nixl import FRAME, NixlCarrier
+from vllm_module.distributed import Waiting
+from vllm_module.distributed.peer import cut_off
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.layout import TransferPlan
 from vllm_module.layout.layout import EXPERT
@@ -24,6 +26,8 @@ from vllm_module.layout.messages import Message
 
 _TAG = 1 << 21  # tag of the first stage's messages
 _DIGEST = 16  # bytes
+# A wait of gloo's that times out closes the connections to all ranks, so the caller has the limit.
+_FOREVER = timedelta(days=365)
 Transport: TypeAlias = Literal["group", "nixl"]
 _Boxes: TypeAlias = dict[int, list[tuple[Moved, int]]]  # tensors and numbers of boxes, by rank
 
@@ -49,13 +53,15 @@ class RankTransfer:
             raise ValueError(f"transport should be 'group' or 'nixl', got {shorten(transport)}")
         self._nixl = NixlCarrier() if transport == "nixl" else None
         self.plan, self.group, self.timeout, self.version = plan, group, timeout, version
-        self.rank, size = rank_and_size(group)
+        self.rank, self._size = rank_and_size(group)
+        self._others = Waiting(group)
+        self._awaited: tuple[int, str] | None = None  # the peer of a wait, and its first tensor
         self.first_target = plan.source_ranks
         expected = plan.source_ranks + (0 if in_place else plan.target_ranks)
-        if size != expected:
+        if self._size != expected:
             raise ValueError(
                 f"the plan is from {plan.source_ranks} to {plan.target_ranks} ranks, and the group "
-                f"has {size}: expected {expected}"
+                f"has {self._size}: expected {expected}"
             )
         at = 0 if in_place else self.first_target
         self._first = (0, 0), (0, at), (at, at)  # by stage, the group's number of each side's first
@@ -126,7 +132,6 @@ class RankTransfer:
         first = self._first[stage]
         of: dict[str, Any] = {"group": self.group, "tag": _TAG + first[0] * 2 + first[1]}
         taken = of | {"tag": _TAG + of["tag"]}  # two ranks may send to each other in a stage
-        limit = timedelta(seconds=self.timeout)
         senders = [peer for peer in self._peers[stage] if peer in coming]
         heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in senders}
         room = {
@@ -157,7 +162,7 @@ class RankTransfer:
         def finish() -> None:
             for peer, work in comes:
                 with self._naming(peer, coming[peer]):
-                    work.wait(limit)
+                    work.wait(_FOREVER)
                 # Before the receive is posted: gloo ends a process that gets more than it expects.
                 self._check_head(peer, heads[peer], coming[peer])
                 told = room[peer] if nixl is None else torch.empty(FRAME, dtype=torch.uint8)
@@ -166,8 +171,9 @@ class RankTransfer:
             while messages:  # each is freed before the next one is unpacked
                 peer, told, work = messages.popleft()
                 with self._naming(peer, coming[peer]):
-                    work.wait(limit)
+                    work.wait(_FOREVER)
                     if nixl is not None:
+                        limit = timedelta(seconds=self.timeout)
                         nixl.finish(nixl.start(told, room[peer]), limit)
                         back = dist.isend(told[:1], group_dst=peer, **taken)
                         sent.append((peer, coming[peer], back))
@@ -175,28 +181,97 @@ class RankTransfer:
                 values.update(unpacked(room.pop(peer), coming[peer]))
             for peer, boxes, work in sent:
                 with self._naming(peer, boxes):
-                    work.wait(limit)
+                    work.wait(_FOREVER)
 
         if comes or sent:
-            interruptibly(finish)
+            self._finish(finish)
         if nixl is not None:
             nixl.release()
         return values
 
+    def _finish(self, waits: Callable[[], None]) -> None:
+        """Call what waits in a thread, until an interrupt or until one wait takes too long."""
+        waited, before, told = 0.0, self._awaited, False
+        late: list[Exception] = []
+
+        def lost() -> str:
+            nonlocal waited, before, told
+            if failure := self._others.failure():
+                late.append(self._failed(failure, self._awaited))
+            elif self._awaited is not before or before is None:
+                waited, before = 0.0, self._awaited
+                if told:
+                    self._others.say()
+                    told = False
+            else:
+                waited += SLICE
+                if waited >= self.timeout / 2 and not told:  # in time for all that wait for this
+                    self._others.say(*before)
+                    told = True
+                if waited >= self.timeout:
+                    late.append(self._late(*before))
+            return "late" if late else ""
+
+        try:
+            interruptibly(waits, lost=lost)
+        except BaseException:
+            self._leave()
+            if late:
+                raise late[0] from None
+            raise
+        if told:
+            self._others.say()
+
+    def _leave(self) -> None:
+        """Close connections, which ends all waits here, and those of other ranks for this one.
+
+        A call of :func:`together` does that itself, once it has told others why.
+        """
+        if not self._others.together:
+            cut_off({*range(self._size)} - {self.rank}, self.group, _TAG + 8)
+
+    def _late(self, peer: int, name: str) -> Exception:
+        """Return the error of a rank that has waited too long for ``peer``."""
+        how = f"sent or took nothing of {{what}} for {self.timeout:g} s"
+        rank, what = self._others.hanging(peer, name, how)
+        if rank == self.rank:  # which waits for itself, by others
+            rank, what = peer, name
+        through = "" if rank == peer else f" or rank {peer}, which waits for it,"
+        return self._error(
+            f"rank {rank} ended, left or hangs, while weights moved between it{through} and rank "
+            f"{self.rank}, the first of them {what}: it {how.format(what='them')}",
+            [rank],
+        )
+
+    def _failed(self, failure: str, awaited: tuple[int, str] | None) -> Exception:
+        """Return the error of a rank that is told of others' failures in a wait for a message."""
+        where = "" if awaited is None else f"\nRank {awaited[0]} was to send or take {awaited[1]}"
+        return self._error(failure + where, [])
+
+    def _error(self, what: str, ranks: Sequence[int]) -> Exception:
+        what += ". Use another process group, and send all weights again"
+        if self.rank < self.first_target:
+            return RankError(what, ranks)
+        return WeightReadError(what)  # no rank of the engine has failed
+
     @contextmanager
     def _naming(self, peer: int, boxes: Sequence[tuple[Moved, int]]) -> Iterator[None]:
         """Say that it is ``peer`` if a message fails. What fails on this rank alone is no part."""
+        name = printable_name(boxes[0][0].name)
+        self._awaited = peer, name
         try:
             yield
         except RuntimeError as error:
-            how = (
+            self._leave()
+            if failure := self._others.failure():  # for which ``peer`` may have left
+                raise self._failed(failure, (peer, name)) from error
+            raise self._error(
                 f"rank {peer} ended, left or hangs, while weights moved between it and rank "
-                f"{self.rank}, the first of them {printable_name(boxes[0][0].name)}. Use another "
-                f"process group, and send all weights again: {describe_error(error)}"
-            )
-            if self.rank < self.first_target:
-                raise RankError(how, [peer]) from error
-            raise WeightReadError(how) from error  # no rank of the engine has failed
+                f"{self.rank}, the first of them {name}: {describe_error(error)}",
+                [peer],
+            ) from error
+        finally:
+            self._awaited = None
 
     def _head(self, boxes: Sequence[tuple[Moved, int]]) -> torch.Tensor:
         """Return the digests of this rank's version, and of the boxes of a message."""
