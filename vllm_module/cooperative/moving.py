@@ -50,6 +50,8 @@ def send_boxes(
 ) -> None:
     """Send what this rank holds to the ranks that keep it, as ``plan`` says.
 
+    It takes the memory of what it sends of a batch, and of a box.
+
     Args:
         plan: the same on every rank.
         source: the plan's source.
@@ -57,7 +59,8 @@ def send_boxes(
         group: with ``plan.source_ranks + plan.target_ranks`` ranks, by default the world.
         bucket_bytes: most bytes of whole tensors in a batch, unless one alone has more; the same on
             every rank.
-        timeout: seconds that a message may take.
+        timeout: seconds that a message may take. Within :func:`together`, ranks are told for whom
+            others wait, and name the one that hangs.
         weight_version: name of the weights, the same on every rank.
         transport: ``"group"`` sends bytes over the group, ``"nixl"`` lets ranks read each other's
             memory by NIXL (the extra ``nixl``), and sends over the group only where it is; the same
@@ -108,8 +111,9 @@ def receive_boxes(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of which this rank keeps a part, for ``update_weights`` of this rank.
 
-    A tensor has its whole shape, with zeros outside of the boxes that the rank keeps, where a CPU's
-    memory is not touched. Arguments are those of :func:`send_boxes`.
+    A tensor has its whole shape, with zeros outside of the boxes that the rank keeps, which take no
+    memory of a CPU. Beside it there is what comes of a batch, and a message. Arguments are those of
+    :func:`send_boxes`.
 
     Raises ``WeightReadError`` if a rank has ended, left or hangs, or sends weights of another
     version or plan; it names that rank. The model refuses to run if it has a mixture of old and new
