@@ -39,7 +39,8 @@ def test_each_rank_has_the_bits_of_a_load_in_the_same_memory(
     for note in (each[case] for each in notes[RANKS:]):
         assert not note["wrong"]
         assert not note["moved"]
-        assert note["unlike"] > note["parameters"] * 0.8  # tables of positions are as before
+        # Tables of positions and experts are as before, and padding.
+        assert note["unlike"] > note["parameters"] / 2
 
 
 @pytest.mark.parametrize("case", CASES)
