@@ -9,12 +9,15 @@ import json
 import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("moves_that_fail.py")
+INTERRUPTED = SCRIPT.with_name("interrupted_move.py")
 FAILING: Any = runpy.run_path(str(SCRIPT))
 SUPPORT, KINDS = FAILING["SUPPORT"], FAILING["KINDS"]
 FEW = [1, 2, 10, 12, 15, 18, 46, 85]  # other kinds; the last two are interrupted, on each side
@@ -103,3 +106,18 @@ def test_drawn_faults_are_named(tmp_path: Path) -> None:
     for (fault, side), counts in sorted(table.items()):
         sys.stdout.write(f"{fault:18} {side:8} {dict(counts)}\n")
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_interrupt_ends_a_program_that_waits_for_weights(tmp_path: Path) -> None:
+    """On each side, at once, and as an interrupt does: a thread left in gloo would abort it."""
+    group_of = runpy.run_path(str(INTERRUPTED))["group_of"]
+    stores = [str(tmp_path / f"store{rank}") for rank in range(2)]
+    started = [
+        subprocess.Popen([sys.executable, str(INTERRUPTED), store, str(rank)], stderr=-1)
+        for rank, store in enumerate(stores)
+    ]
+    groups = [group_of(store, 1 - rank) for rank, store in enumerate(stores)]
+    for each in started:
+        _, said = each.communicate(timeout=SUPPORT["LIMIT"])
+        assert (each.returncode, said.splitlines()[-1]) == (-signal.SIGINT, b"KeyboardInterrupt")
+    assert groups  # which were silent, and open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -193,6 +194,13 @@ class RankTransfer:
         """Call what waits in a thread, until an interrupt or until one wait takes too long."""
         waited, before, told = 0.0, self._awaited, False
         late: list[Exception] = []
+        over = threading.Event()
+
+        def call() -> None:
+            try:
+                waits()
+            finally:
+                over.set()
 
         def lost() -> str:
             nonlocal waited, before, told
@@ -213,9 +221,12 @@ class RankTransfer:
             return "late" if late else ""
 
         try:
-            interruptibly(waits, lost=lost)
+            interruptibly(call, lost=lost)
         except BaseException:
             self._leave()
+            if not self._others.together:
+                # A thread that returns from gloo while the interpreter ends aborts the process.
+                over.wait(1)
             if late:
                 raise late[0] from None
             raise
