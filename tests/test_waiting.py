@@ -61,6 +61,9 @@ def test_a_call_that_waits_elsewhere_is_limited() -> None:
     for wait in (lambda: interruptibly(over.wait), lambda: until(over.is_set)):
         with at_most(0.05), pytest.raises(WaitLimitError, match=r"no answer for 0\.05 s"):
             wait()
+    looks = iter(["", "", "lost"])  # of others that fail, for example
+    with pytest.raises(WaitLimitError, match="lost"):
+        interruptibly(over.wait, lost=lambda: next(looks))
     over.set()
     with at_most(0.05):
         until(over.is_set)

@@ -54,11 +54,11 @@ def test_news_agree_in_any_order() -> None:
     told = [
         News.read(text)
         for text in (
-            b'[[[3, "failed: ValueError: x"]], false, 1, []]',
-            b'[[[3, "%s"], [5, "%s"]], false, 1, [2]]' % (ENDED.encode(), ENDED.encode()),
-            b'[[[5, "hangs"]], true, 2, [4, 6]]',
-            b"[[], false, 2, [7]]",
-            b'[[[3, "had not finished"]], false, 1, [0]]',
+            b'[[[3, "failed: ValueError: x"]], false, 1, [], [[2, [1, 5, "w"]]]]',
+            b'[[[3, "%s"], [5, "%s"]], false, 1, [2], []]' % (ENDED.encode(), ENDED.encode()),
+            b'[[[5, "hangs"]], true, 2, [4, 6], [[2, [3, -1, ""]], [6, [1, 2, "w"]]]]',
+            b'[[], false, 2, [7], [[2, [2, 4, "w"]]]]',
+            b'[[[3, "had not finished"]], false, 1, [0], []]',
         )
     ]
     choose, found = random.Random(0), set()
@@ -69,7 +69,10 @@ def test_news_agree_in_any_order() -> None:
             news.add(**each)
         found.add(news.written())
         assert {0, 2} >= {*news.silent()}  # these may have answered the first question
-    expected = b'[[[3, "failed: ValueError: x"], [5, "hangs"]], true, 2, [1, 4, 6, 7]]'
+    failures = b'[[3, "failed: ValueError: x"], [5, "hangs"]]'
+    expected = b"[%s, true, 2, [1, 4, 6, 7], [[2, [3, -1, %s]], [6, [1, 2, %s]]]]" % (
+        failures, b'""', b'"w"',
+    )  # fmt: skip
     assert found == {expected}
 
 
@@ -92,6 +95,17 @@ def test_who_is_silent_follows_from_all_that_was_heard() -> None:
             answers[question] |= told
             answered = set[int]().union(*(answers[each] for each in heard[-2:]))
             assert news.silent() == sorted({*range(6)} - answered - failed)
+
+
+def test_who_is_waited_for_in_the_end() -> None:
+    """By a chain of those that wait, which may begin with this rank, or end where it begins."""
+    news = News(0, 6)
+    waits = {1: (1, 2, "b"), 2: (1, 3, "c"), 4: (2, -1, ""), 5: (1, 0, "f"), 0: (1, 5, "a")}
+    news.add({}, waits=waits)
+    found = [news.awaited(rank, "a") for rank in range(1, 6)]
+    assert found == [(3, "c"), (3, "c"), (3, "a"), (4, "a"), (0, "f")]
+    news.add({}, waits={2: (2, -1, ""), 1: (1, 0, "b")})  # the second one is no news
+    assert [news.awaited(rank, "a") for rank in (1, 2)] == [(2, "b"), (2, "a")]
 
 
 def test_ranks_stay_connected_whichever_fail() -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from vllm_module.base.process_groups import private_group
 from vllm_module.config import QuantizationConfig
 from vllm_module.cooperative import moving
+from vllm_module.cooperative.rank_transfer import RankTransfer
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import RankError, UnsupportedModelError
@@ -224,7 +225,7 @@ def only_on_meta(right: Any) -> Any:
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "an expert is written where another has to be sent from": (
-        moving._Moving, "parameters", in_turn,
+        RankTransfer, "parameters", in_turn,
     ),
     "the table is that of the places before": (PlacedExperts, "_write_places", only_on_meta),
     "updates go to the places before": (

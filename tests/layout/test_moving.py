@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.base.process_groups import private_group
-from vllm_module.cooperative import moved, moving, receive_boxes, send_boxes
+from vllm_module.cooperative import moved, rank_transfer, receive_boxes, send_boxes
 from vllm_module.cooperative.nixl import FRAME
 from vllm_module.core.layout_of import layout_of_module
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.layers import MergedColumnParallelLinear, ReplicatedLinear
-from vllm_module.layout import Layout, TransferPlan
+from vllm_module.layout import Layout, StoredTensorLayout, TransferPlan, layout_of_shards, rows
 from vllm_module.layout.messages import RELAYED
 from vllm_module.testing import random_weights
 
@@ -104,6 +104,36 @@ def test_boxes_of_tensors_that_lie_elsewhere(held: Callable[[Tensors], Tensors])
             torch.testing.assert_close(arrived, weights, rtol=0, atol=0)
 
 
+def test_a_parameter_with_other_strides_is_copied_once() -> None:
+    """Else a batch with all experts of a parameter would have as many copies of all of it."""
+    weights = random_weights(fused(0, 1).expected_weights(), seed=1)
+    layer = fused(0, 1)
+    layer.load_weights(weights)
+    source = layer.plan_weights(weights).layout(1)
+    parameters = transposed({name: each.data for name, each in layer.named_parameters()})
+    copies: Tensors = {}
+    for route in TransferPlan(source, source).routes:
+        for entry in route.tensors:
+            each = moved.Moved(entry.name, 0, route, entry.parameter)
+            ((_, _, values),) = moved.held_values(source, each, 0, parameters, copies)
+            torch.testing.assert_close(values, weights[entry.name], rtol=0, atol=0)
+            if entry.parameter == "weight":
+                copy = copies["weight"].untyped_storage()
+                assert values.untyped_storage().data_ptr() == copy.data_ptr()
+    assert copies.keys() == {"weight"}  # a bias has no other strides
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+@pytest.mark.parametrize("shape", [(3, 5), (1 << 11, 1 << 10), (0, 4), ()], ids=str)
+def test_zeros_are_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Those of a large tensor, and of a small one, can be written."""
+    zeros = moved.zeros_of(shape, dtype)
+    assert (zeros.shape, zeros.dtype) == (shape, dtype)
+    assert not zeros.view(torch.uint8).any() if shape else zeros.item() == 0
+    zeros.fill_(2)
+    assert bool((zeros.float() == 2).all())
+
+
 class OneProcess:
     """Does as ``NixlCarrier`` does where ranks are threads: a frame says which memory it is."""
 
@@ -129,7 +159,7 @@ def test_ranks_of_a_host_relay_to_each_other(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the two parts of a tensor each goes to one of two ranks, which passes it to the other."""
-    monkeypatch.setattr(moving, "NixlCarrier", OneProcess)  # the package is optional
+    monkeypatch.setattr(rank_transfer, "NixlCarrier", OneProcess)  # the package is optional
     weights = random_weights(fused(0, 1).expected_weights(), seed=1)
     source = fused(0, 2).plan_weights(weights).layout(2)
     target = fused(0, 1).plan_weights(weights).layout(2)
@@ -214,9 +244,16 @@ def test_a_rank_without_memory_blames_no_other(monkeypatch: pytest.MonkeyPatch) 
 
 def test_boxes_of_a_device_are_joined_on_the_host() -> None:
     """A copy of all of them on the device might not fit there."""
+    entry = StoredTensorLayout("w", (4, 3), "uint8", "w", 0)
+    source, target = (
+        layout_of_shards([entry], ranks, lambda _, shape, rank, of=ranks: rows(shape, rank, of))
+        for ranks in (1, 4)
+    )
+    (route,) = TransferPlan(source, target).routes
+    boxes = [(moved.Moved("w", 0, route, "w"), at) for at in range(4)]
     device = SIMULATED["SimulatedDevice"]()
     with device.present():
         parts = [torch.full((3,), at, dtype=torch.uint8, device="cuda") for at in range(4)]
-        message = moved.packed([(None, at) for at in range(4)], lambda _, at: parts[at])  # type: ignore[misc]
+        message = moved.packed(boxes, lambda _, at: parts[at])
     assert message.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert "cat" not in device.operators

@@ -71,11 +71,16 @@ def finish(work: Any) -> None:
     work.wait()
 
 
-def interruptibly(call: Callable[[], T], ended: threading.Event | None = None) -> T:
+def interruptibly(
+    call: Callable[[], T],
+    ended: threading.Event | None = None,
+    lost: Callable[[], str] | None = None,
+) -> T:
     """Return ``call()``, run in another thread, because it may wait outside of Python.
 
     After an interrupt, the limit or the event ``ended``, that thread is left running: end its wait
-    yourself. The event raises :class:`WaitLimitError`.
+    yourself. The event raises :class:`WaitLimitError`. ``lost`` is called after each ``SLICE``, and
+    what it returns is raised as the same error, unless that is ``""``.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -96,6 +101,8 @@ def interruptibly(call: Callable[[], T], ended: threading.Event | None = None) -
         _check(waited)
         if ended is not None and ended.is_set():
             raise WaitLimitError("what was waited for was given up")
+        if lost is not None and (problem := lost()):
+            raise WaitLimitError(problem)
     if errors:
         raise errors.pop()  # else the error would hold itself, by the frames that it has
     return results[0]

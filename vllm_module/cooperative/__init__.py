@@ -7,7 +7,8 @@ wants out of the buffers.
 
 ``wants.py`` has what a plan will read, and what ranks tell each other of it,
 ``batches.py`` the layout, ``reader.py`` the reader, ``reading.py`` how ranks open it together, and
-``choice.py`` whether it is worth it. ``moving.py`` sends weights from ranks to ranks by a plan.
+``choice.py`` whether it is worth it. ``moving.py`` sends weights from ranks to ranks by a
+plan, and ``rank_transfer.py`` has the messages of one of them.
 """
 
 from vllm_module.cooperative.choice import chosen

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -13,6 +15,7 @@ from vllm_module.errors import WeightReadError
 from vllm_module.layout import HeldBox, Hop, Layout, Route
 from vllm_module.layout.views import Box, place
 
+_LARGE = 1 << 20  # bytes of zeros that are worth a mapping of their own
 HeldValues: TypeAlias = tuple[Box, Sequence[int], torch.Tensor]  # a box, its view, its values
 
 Values: TypeAlias = dict[tuple[str, int], torch.Tensor]  # by a tensor's name and a box's number
@@ -70,7 +73,12 @@ def boxes_on(layout: Layout, each: Moved, rank: int) -> list[HeldBox]:
 
 
 def _region(
-    layout: Layout, each: Moved, rank: int, tensors: Mapping[str, torch.Tensor], box: HeldBox
+    layout: Layout,
+    each: Moved,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    box: HeldBox,
+    copies: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the elements of this rank's parameter that a box fills, in its stored order."""
     path = layout.find(each.name)[0].parameter
@@ -83,18 +91,28 @@ def _region(
         )
     if box.held.packed != 1:
         raise WeightReadError(f"{printable_name(each.name)} is packed, and cannot be sent yet")
-    flat, held = tensor.detach().contiguous(), box.held
+    flat, held = tensor.detach(), box.held
+    if not flat.is_contiguous():
+        copies = {} if copies is None else copies
+        flat = copies[path] = copies[path] if path in copies else flat.contiguous()
     return flat.as_strided(held.shape, held.strides, flat.storage_offset() + held.offset)
 
 
 def held_values(
-    layout: Layout, each: Moved, rank: int, tensors: Mapping[str, torch.Tensor]
+    layout: Layout,
+    each: Moved,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    copies: dict[str, torch.Tensor],
 ) -> list[HeldValues]:
-    """Return this rank's boxes of a tensor, each with its values in stored order."""
+    """Return this rank's boxes of a tensor, each with its values in stored order.
+
+    ``copies`` get those parameters that are not contiguous, each copied once for all its boxes.
+    """
     shape = layout.find(each.name)[0].shape
     found: list[HeldValues] = []
     for box in boxes_on(layout, each, rank):
-        region = _region(layout, each, rank, tensors, box)
+        region = _region(layout, each, rank, tensors, box, copies)
         if box.numel == 1:
             region = region.flatten()[:1]
         values = region.reshape(box.size).contiguous()
@@ -134,12 +152,32 @@ def write_box(
     raise AssertionError(f"{each.name}: rank {rank} does not keep {part}")
 
 
+def zeros_of(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros on the CPU, which take memory by the page where they are written.
+
+    ``torch.zeros`` writes all of them, and NumPy asks for pages of megabytes.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # of a kernel without pages of megabytes
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
 Read: TypeAlias = Callable[[Moved, int], torch.Tensor]  # the values of a box
 
 
 def packed(boxes: Sequence[tuple[Moved, int]], read: Read) -> torch.Tensor:
-    """Return the message of boxes, in host memory: on a device, they have no second copy."""
-    return torch.cat([bytes_of(read(each, number)).cpu() for each, number in boxes])
+    """Return the message of boxes, in host memory, where they are copied one by one."""
+    sizes = [nbytes_of(each, number) for each, number in boxes]
+    message, at = torch.empty(sum(sizes), dtype=torch.uint8), 0
+    for (each, number), nbytes in zip(boxes, sizes, strict=True):
+        message[at : at + nbytes].copy_(bytes_of(read(each, number)))
+        at += nbytes
+    return message
 
 
 def unpacked(message: torch.Tensor, boxes: Sequence[tuple[Moved, int]]) -> Values:

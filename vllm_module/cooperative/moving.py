@@ -11,17 +11,12 @@ In a move in place each rank is of both layouts, and its number is the group's.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from vllm_module.base.messages import describe_error, printable_name, shorten
-from vllm_module.base.process_groups import rank_and_size
 from vllm_module.cooperative.moved import (
     HeldValues,
     Moved,
@@ -30,23 +25,16 @@ from vllm_module.cooperative.moved import (
     boxes_on,
     held_values,
     narrowed,
-    nbytes_of,
     packed,
     part_of,
-    unpacked,
     write_box,
+    zeros_of,
 )
-from vllm_module.cooperative.nixl import FRAME, NixlCarrier
-from vllm_module.errors import RankError, WeightReadError
+from vllm_module.cooperative.rank_transfer import RankTransfer, Transport
 from vllm_module.layout import Layout, TransferPlan
-from vllm_module.layout.layout import EXPERT
-from vllm_module.layout.messages import GATHERED, RELAYED, SENT, Message
+from vllm_module.layout.messages import GATHERED, RELAYED, SENT
 
-_TAG = 1 << 21  # tag of the first stage's messages
-_DIGEST = 16  # bytes
-Transport: TypeAlias = Literal["group", "nixl"]
 _Held: TypeAlias = dict[str, list[HeldValues]]  # by name
-_Boxes: TypeAlias = dict[int, list[tuple[Moved, int]]]  # tensors and numbers of boxes, by rank
 
 
 def send_boxes(
@@ -62,6 +50,8 @@ def send_boxes(
 ) -> None:
     """Send what this rank holds to the ranks that keep it, as ``plan`` says.
 
+    It takes the memory of what it sends of a batch, and of a box.
+
     Args:
         plan: the same on every rank.
         source: the plan's source.
@@ -69,7 +59,8 @@ def send_boxes(
         group: with ``plan.source_ranks + plan.target_ranks`` ranks, by default the world.
         bucket_bytes: most bytes of whole tensors in a batch, unless one alone has more; the same on
             every rank.
-        timeout: seconds that a message may take.
+        timeout: seconds that a message may take. Within :func:`together`, ranks are told for whom
+            others wait, and name the one that hangs.
         weight_version: name of the weights, the same on every rank.
         transport: ``"group"`` sends bytes over the group, ``"nixl"`` lets ranks read each other's
             memory by NIXL (the extra ``nixl``), and sends over the group only where it is; the same
@@ -80,10 +71,10 @@ def send_boxes(
         ValueError: a tensor is missing here or has another shape, or the group's size is wrong.
 
     """
-    moving = _Moving(plan, group, timeout, weight_version, transport=transport)
+    moving = RankTransfer(plan, group, timeout, weight_version, transport=transport)
     rank = moving.rank
     for batch in moving.batches(bucket_bytes):
-        held = {each.name: held_values(source, each, rank, tensors) for each in batch}
+        held = _held(source, batch, rank, tensors)
 
         def read(each: Moved, number: int, held: _Held = held) -> torch.Tensor:
             return part_of(each, number, held[each.name])
@@ -106,6 +97,7 @@ def send_boxes(
             return joined
 
         moving.stage(batch, SENT, give)
+        del held, parts, read, give  # before the next batch has its own
 
 
 def receive_boxes(
@@ -119,14 +111,15 @@ def receive_boxes(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of which this rank keeps a part, for ``update_weights`` of this rank.
 
-    A tensor has its whole shape, with zeros outside of the boxes that the rank keeps, where a CPU's
-    memory is not touched. Arguments are those of :func:`send_boxes`.
+    A tensor has its whole shape, with zeros outside of the boxes that the rank keeps, which take no
+    memory of a CPU. Beside it there is what comes of a batch, and a message. Arguments are those of
+    :func:`send_boxes`.
 
     Raises ``WeightReadError`` if a rank has ended, left or hangs, or sends weights of another
     version or plan; it names that rank. The model refuses to run if it has a mixture of old and new
     weights then.
     """
-    moving = _Moving(plan, group, timeout, weight_version, transport=transport)
+    moving = RankTransfer(plan, group, timeout, weight_version, transport=transport)
     for batch in moving.batches(bucket_bytes):
         arrived = moving.stage(batch, SENT, _nothing)
 
@@ -134,17 +127,18 @@ def receive_boxes(
             return arrived[each.name, number]
 
         arrived |= moving.stage(batch, RELAYED, relay)
+        of_name: dict[str, dict[int, torch.Tensor]] = {}
+        for name, number in [*arrived]:
+            of_name.setdefault(name, {})[number] = arrived.pop((name, number))
         for each in batch:
-            entry = each.route.tensors[0]
-            parts = {number for name, number in arrived if name == each.name}
-            if not parts:
+            if (parts := of_name.pop(each.name, None)) is None:
                 continue
             # Zeros, because values that are not kept are looked at as well, for NaN.
-            whole = torch.zeros(entry.shape, dtype=each.dtype)
-            for number in parts:
-                box = each.box(number)
-                narrowed(whole.view(each.route.view), box).copy_(arrived[each.name, number])
+            whole = zeros_of(each.route.tensors[0].shape, each.dtype)
+            for number in [*parts]:
+                narrowed(whole.view(each.route.view), each.box(number)).copy_(parts.pop(number))
             yield each.name, whole
+            del whole  # before the next one is made, or the next batch arrives
 
 
 def exchange_boxes(
@@ -179,10 +173,10 @@ def exchange_boxes(
         ValueError: a tensor is missing here or has another shape, or the group's size is wrong.
 
     """
-    moving = _Moving(plan, group, timeout, "", in_place=True)
+    moving = RankTransfer(plan, group, timeout, "", in_place=True)
     rank, received = moving.rank, 0
     for batch in moving.parameters():
-        held = {each.name: held_values(source, each, rank, tensors) for each in batch}
+        held = _held(source, batch, rank, tensors)
 
         def read(each: Moved, number: int, held: _Held = held) -> torch.Tensor:
             return part_of(each, number, held[each.name])
@@ -206,191 +200,13 @@ def exchange_boxes(
     return received
 
 
+def _held(
+    source: Layout, batch: Iterable[Moved], rank: int, tensors: Mapping[str, torch.Tensor]
+) -> _Held:
+    """Return what this rank holds of the tensors of a batch."""
+    copies: dict[str, torch.Tensor] = {}
+    return {each.name: held_values(source, each, rank, tensors, copies) for each in batch}
+
+
 def _nothing(each: Moved, number: int) -> torch.Tensor:
     raise AssertionError(f"{each.name}: a rank of the target sends a box before it arrives")
-
-
-class _Moving:
-    """One rank's part of a transfer."""
-
-    def __init__(
-        self,
-        plan: TransferPlan,
-        group: dist.ProcessGroup | None,
-        timeout: float,
-        version: str,
-        *,
-        in_place: bool = False,
-        transport: Transport = "group",
-    ) -> None:
-        if transport not in ("group", "nixl"):
-            raise ValueError(f"transport should be 'group' or 'nixl', got {shorten(transport)}")
-        self._nixl = NixlCarrier() if transport == "nixl" else None
-        self.plan, self.group, self.timeout, self.version = plan, group, timeout, version
-        self.rank, size = rank_and_size(group)
-        self.first_target = plan.source_ranks
-        expected = plan.source_ranks + (0 if in_place else plan.target_ranks)
-        if size != expected:
-            raise ValueError(
-                f"the plan is from {plan.source_ranks} to {plan.target_ranks} ranks, and the group "
-                f"has {size}: expected {expected}"
-            )
-        at = 0 if in_place else self.first_target
-        self._first = (0, 0), (0, at), (at, at)  # by stage, the group's number of each side's first
-        self._peers = [
-            list(dict.fromkeys(self._peers_of(messages, *first)))
-            for messages, first in zip(plan.messages, self._first, strict=True)
-        ]
-
-    def _peers_of(self, messages: Iterable[Message], one: int, other: int) -> Iterator[int]:
-        """Yield the ranks that this one sends to or receives from, in the plan's order."""
-        for each in messages:
-            source, target = each.source + one, each.target + other
-            if self.rank in (source, target):
-                yield target if source == self.rank else source
-
-    def parameters(self) -> list[list[Moved]]:
-        """Return the plan's tensors, those that fill one parameter together."""
-        of: dict[str, list[Moved]] = {}
-        for batch in self.batches(0):
-            for each in batch:
-                of.setdefault(each.parameter, []).append(each)
-        return list(of.values())
-
-    def batches(self, bucket_bytes: int) -> Iterator[list[Moved]]:
-        """Yield the plan's tensors, as many at once as fit into a bucket."""
-        batch: list[Moved] = []
-        filled = 0
-        for route in self.plan.routes:
-            for entry in route.tensors:
-                for expert in range(*route.experts):
-                    name = entry.name
-                    if entry.experts is not None:
-                        name = name.replace(EXPERT, str(expert))
-                    nbytes = torch.Size(entry.shape).numel() * route.itemsize
-                    if batch and filled + nbytes > bucket_bytes:
-                        yield batch
-                        batch, filled = [], 0
-                    batch.append(Moved(name, expert, route, entry.parameter))
-                    filled += nbytes
-        if batch:
-            yield batch
-
-    def stage(self, batch: Sequence[Moved], stage: int, read: Read) -> Values:
-        """Send and receive the boxes of the hops of a stage; return those that arrive here."""
-        going, coming = self.messages(batch, stage)
-        return self.transfer(stage, coming, going, lambda peer: packed(going[peer], read))
-
-    def messages(self, batch: Sequence[Moved], stage: int) -> tuple[_Boxes, _Boxes]:
-        """Return the boxes that go to each rank and those that come, by the rank's number."""
-        source_at, target_at = self._first[stage]
-        going: _Boxes = {}
-        coming: _Boxes = {}
-        for each in batch:
-            for hop in each.hops(each.route.stage(stage)):
-                source, target = hop.source + source_at, hop.target + target_at
-                if source == target:
-                    continue
-                if source == self.rank:
-                    going.setdefault(target, []).append((each, hop.box))
-                elif target == self.rank:
-                    coming.setdefault(source, []).append((each, hop.box))
-        return going, coming
-
-    def transfer(
-        self, stage: int, coming: _Boxes, going: _Boxes, message_to: Callable[[int], torch.Tensor]
-    ) -> Values:
-        """Send messages, which ``message_to`` returns, and return the boxes that arrive here."""
-        first = self._first[stage]
-        of: dict[str, Any] = {"group": self.group, "tag": _TAG + first[0] * 2 + first[1]}
-        taken = of | {"tag": _TAG + of["tag"]}  # two ranks may send to each other in a stage
-        limit = timedelta(seconds=self.timeout)
-        senders = [peer for peer in self._peers[stage] if peer in coming]
-        heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in senders}
-        room = {
-            peer: torch.empty(sum(nbytes_of(*box) for box in coming[peer]), dtype=torch.uint8)
-            for peer in senders
-        }
-        values: Values = {}
-        offered: list[torch.Tensor] = []
-        comes: list[tuple[int, Any]] = []
-        sent: list[tuple[int, list[tuple[Moved, int]], Any]] = []
-        nixl = self._nixl
-        for peer, head in heads.items():
-            with self._naming(peer, coming[peer]):
-                comes.append((peer, dist.irecv(head, group_src=peer, **of)))
-        for peer in self._peers[stage]:
-            if boxes := going.get(peer):
-                memory = message_to(peer)
-                told = memory if nixl is None else nixl.offered(memory)
-                with self._naming(peer, boxes):
-                    for part in (self._head(boxes), told):
-                        sent.append((peer, boxes, dist.isend(part, group_dst=peer, **of)))
-                    if nixl is not None:  # once the bytes have been read
-                        done = torch.empty(1, dtype=torch.uint8)
-                        sent.append((peer, boxes, dist.irecv(done, group_src=peer, **taken)))
-                        offered.append(memory)
-        messages = []
-        for peer, work in comes:
-            with self._naming(peer, coming[peer]):
-                _wait(work, limit)
-            # Before the receive is posted: gloo ends a process that gets more than it expects.
-            self._check_head(peer, heads[peer], coming[peer])
-            told = room[peer] if nixl is None else torch.empty(FRAME, dtype=torch.uint8)
-            with self._naming(peer, coming[peer]):
-                messages.append((peer, told, dist.irecv(told, group_src=peer, **of)))
-        for peer, told, work in messages:
-            with self._naming(peer, coming[peer]):
-                _wait(work, limit)
-                if nixl is not None:
-                    nixl.finish(nixl.start(told, room[peer]), limit)
-                    sent.append((peer, coming[peer], dist.isend(told[:1], group_dst=peer, **taken)))
-            values |= unpacked(room.pop(peer), coming[peer])
-        for peer, boxes, work in sent:
-            with self._naming(peer, boxes):
-                _wait(work, limit)
-        if nixl is not None:
-            nixl.release()
-        return values
-
-    @contextmanager
-    def _naming(self, peer: int, boxes: Sequence[tuple[Moved, int]]) -> Iterator[None]:
-        """Say that it is ``peer`` if a message fails. What fails on this rank alone is no part."""
-        try:
-            yield
-        except RuntimeError as error:
-            how = (
-                f"rank {peer} ended, left or hangs, while weights moved between it and rank "
-                f"{self.rank}, the first of them {printable_name(boxes[0][0].name)}. Use another "
-                f"process group, and send all weights again: {describe_error(error)}"
-            )
-            if self.rank < self.first_target:
-                raise RankError(how, [peer]) from error
-            raise WeightReadError(how) from error  # no rank of the engine has failed
-
-    def _head(self, boxes: Sequence[tuple[Moved, int]]) -> torch.Tensor:
-        """Return the digests of this rank's version, and of the boxes of a message."""
-        about = repr([(each.name, each.route.dtype, each.box(number)) for each, number in boxes])
-        both = (hashlib.blake2b(of.encode(), digest_size=_DIGEST) for of in (self.version, about))
-        return torch.frombuffer(bytearray().join(each.digest() for each in both), dtype=torch.uint8)
-
-    def _check_head(
-        self, peer: int, head: torch.Tensor, boxes: Sequence[tuple[Moved, int]]
-    ) -> None:
-        """Raise ``WeightReadError`` if ``peer`` sends another message than the plan says."""
-        expected = self._head(boxes)
-        if torch.equal(head, expected):
-            return
-        what = "by another plan, or another batch of it,"
-        if not torch.equal(head[:_DIGEST], expected[:_DIGEST]):
-            what = f"of another version than {shorten(self.version)}"
-        raise WeightReadError(
-            f"rank {peer} sends weights {what} where rank {self.rank} expects "
-            f"{printable_name(boxes[0][0].name)}: it is late, sends twice, or has other "
-            "layouts. Use another process group, and send all weights again"
-        )
-
-
-def _wait(work: dist.Work | None, limit: timedelta) -> None:
-    assert work is not None
-    work.wait(limit)

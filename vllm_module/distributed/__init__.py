@@ -22,6 +22,7 @@ from vllm_module.distributed.groups import (
     tensor_parallel_group,
 )
 from vllm_module.distributed.pipe import StagePipe
+from vllm_module.distributed.waits import Waiting
 
 __all__ = [
     "ExpertParallelGroup",
@@ -31,6 +32,7 @@ __all__ = [
     "SimulatedGroup",
     "StagePipe",
     "TensorParallelGroup",
+    "Waiting",
     "data_parallel",
     "expert_parallel",
     "expert_parallel_group",

@@ -111,6 +111,14 @@ def failure_of_others() -> Callable[..., str]:
     return exchange.failure if exchange is not None else lambda hanging=(), how="": how
 
 
+def call_with(group: dist.ProcessGroup | None) -> _Exchange | None:
+    """Return the call of :func:`together` with ``group`` whose work this thread does."""
+    exchange = _current.get()
+    while exchange is not None and not exchange.is_of(group):
+        exchange = exchange.outer
+    return exchange
+
+
 class _Refusal(NamedTuple):
     """The message of a rank that raised one of ``refusals``, in place of a result.
 
@@ -207,8 +215,8 @@ class _Exchange:
         self._group, self.rank, self.size = group, rank, size
         self._tag = _TAG + 8 * depth
         self._changed = threading.Condition()
-        outer = _current.get()
-        self._inside = outer is not None and outer._group is group
+        self.outer = _current.get()
+        self._inside = self.outer is not None and self.outer._group is group
         self._results: dict[int, bytes] = {}
         self._news = News(rank, size)
         self._failures = self._news.failures
@@ -267,6 +275,27 @@ class _Exchange:
         with self._changed:
             self._note(dict.fromkeys(hanging, f"{how}: {_ADVICE}"))
             return str(self.error(self._failures)) if self._failures else ""
+
+    def is_of(self, group: dist.ProcessGroup | None) -> bool:
+        """Tell whether this call is one with ``group``."""
+        one, other = (dist.group.WORLD if each is None else each for each in (group, self._group))
+        return one is other
+
+    def say_waits(self, rank: int, what: str) -> None:
+        """Tell all that this rank waits for another one, or for none."""
+        with self._changed:
+            number = self._news.waits.get(self.rank, (0, -1, ""))[0]
+            # Only after a question do ranks pass on what they hear.
+            question = max(1, self._news.question)
+            self._note(waits={self.rank: (number + 1, rank, what)}, question=question)
+
+    def hanging(self, rank: int, what: str, how: str) -> tuple[int, str]:
+        """Count the one that ``rank`` waits for in the end among those that failed; return it."""
+        with self._changed:
+            rank, what = self._news.awaited(rank, what)
+            if rank != self.rank and not self._failures:
+                self._note({rank: how.format(what=what)})
+        return rank, what
 
     def _name(self, rank: int) -> str:
         name = f"rank {rank} of {self.size}{rank_in_world(self._group, rank)}"

@@ -45,6 +45,8 @@ class News:
         finished: ranks that have answered the last question. Only a rank that waits answers, and
             so its process is not stopped.
         has_finished: this rank answers.
+        waits: how often a rank has said for which one it waits, which that is, or -1 for none, and
+            for what.
 
     """
 
@@ -54,6 +56,7 @@ class News:
         self.over = self.has_finished = False
         self.question, self.asked_at = 0, 0.0
         self.finished: set[int] = set()
+        self.waits: dict[int, tuple[int, int, str]] = {}
         self._before: set[int] = set()  # who answered the question before, which may be very new
 
     def add(
@@ -62,11 +65,14 @@ class News:
         over: bool = False,
         question: int = 0,
         finished: Iterable[int] = (),
+        waits: Mapping[int, tuple[int, int, str]] | None = None,
     ) -> bool:
         """Add what another rank knows; return whether any of it is new."""
         before = self.written()
         for rank, how in failures.items():
             self.failures[rank] = max(how, self.failures.get(rank, how), key=_weight)
+        for rank, told in (waits or {}).items():
+            self.waits[rank] = max(told, self.waits.get(rank, told))
         self.over = self.over or over
         latest = max(question, 1 if self.failures else 0)
         if latest > self.question:
@@ -81,6 +87,17 @@ class News:
         """Return the ranks that have neither failed nor answered one of the last two questions."""
         answered = self.finished | self._before | self.failures.keys()
         return [rank for rank in range(self._size) if rank not in answered]
+
+    def awaited(self, rank: int, what: str) -> tuple[int, str]:
+        """Return the rank that ``rank`` waits for, or that this one waits for, and so on.
+
+        With it comes what is awaited of it, which is ``what`` of ``rank``.
+        """
+        seen = {self._rank}
+        while rank not in seen and (told := self.waits.get(rank)) and told[1] >= 0:
+            seen.add(rank)
+            _, rank, what = told
+        return rank, what
 
     def beyond(self) -> set[int]:
         """Return the ranks that are next to this one, but for those that failed in between.
@@ -97,17 +114,18 @@ class News:
     def written(self) -> bytes:
         """Return all of it as a message, alike on ranks that know the same."""
         told = sorted(self.failures.items()), self.over, self.question, sorted(self.finished)
-        return json.dumps(told).encode()
+        return json.dumps((*told, sorted(self.waits.items()))).encode()
 
     @staticmethod
     def read(written: bytes) -> dict[str, Any]:
         """Return the arguments for :meth:`add`."""
-        failures, over, question, finished = json.loads(written)
+        failures, over, question, finished, waits = json.loads(written)
         return {
             "failures": dict(failures),
             "over": over,
             "question": question,
             "finished": finished,
+            "waits": {rank: tuple(told) for rank, told in waits},
         }
 
 
