@@ -89,6 +89,9 @@ def llama(folder: Path, weights: str) -> Generate:
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 32 * CONTEXT, 512, 512, 32
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
     params.kv_unified = True
+    # float32, as the other engines' caches: llama.cpp's own choice, float16, gives other tokens.
+    params.type_k = params.type_v = c.GGML_TYPE_F32
+    params.flash_attn_type = 0
     context = c.llama_init_from_model(model, params)
     vocab = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
     batch = c.llama_batch_init(512, 0, 1)
