@@ -126,7 +126,7 @@ COSTS: Mapping[str, tuple[str, str, Rows]] = {
     ),
 }
 SIZES = "3M", "58M", "mamba2", "hybrid"  # see engine.py
-SPEEDS: Mapping[str, tuple[str, str, Rows]] = {
+SPEEDS: dict[str, tuple[str, str, Rows]] = {
     f"Generate, {title}": (
         "tokens/s over transformers'",
         "engine",
@@ -136,6 +136,30 @@ SPEEDS: Mapping[str, tuple[str, str, Rows]] = {
         "1 request": "1 request",
         "32 requests": "32 requests of 32 new tokens each",
     }.items()
+}
+SPEEDS |= {  # see peers.py
+    f"Generate beside {peer}": (
+        f"tokens/s over {peer}'s",
+        "peers",
+        {
+            f"{OURS}, {weights}, {count} request{'s' if count > 1 else ''}": (
+                f"58M, {count} requests",
+                "ratios",
+                f"ours {weights} to {ratio}",
+            )
+            for weights, ratio in pairs.items()
+            for count in counts
+        },
+    )
+    for peer, counts, pairs in (
+        ("vLLM's CPU engine", (1, 8, 32), {each: f"vllm {each}" for each in ("float32", "bfloat16")}),
+        (
+            "llama.cpp",
+            (1, 8),
+            {"float32": "llama float32", "int8": "llama Q8_0", "Q8_0": "llama Q8_0"}
+            | {"int4": "llama Q4_0", "Q4_0": "llama Q4_0"},
+        ),
+    )
 }
 
 
@@ -231,7 +255,9 @@ def memory(results: Mapping[str, Results]) -> dict[str, tuple[list[float], list[
 def measured_on(results: Mapping[str, Results]) -> str:
     """Return the processors of the results that are shown, with the benchmarks if several."""
     benchmarks: dict[str, list[str]] = {}
-    shown = "load", "cold", "cooperative", "quantization", "wrapped", "engine", "routing", "memory"
+    shown = (
+        "load", "cold", "cooperative", "quantization", "wrapped", "engine", "peers", "routing", "memory"
+    )  # fmt: skip
     for name in shown:
         if name in results:
             about = results[name]["machine"]
