@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_MASKS = torch.bool, torch.uint8
 _OF_DTYPES = {"result_type", "can_cast"}
 _READS = {"__array__", "__dlpack__", "item", "numpy", "storage", "tolist", "untyped_storage"}
 _REFUSED = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
@@ -120,7 +121,11 @@ class Recording:
             return
         name = operation.name()
         used, results = _tensors((args, kwargs)), _tensors(result)
-        if not name.startswith("aten::") or any(tag in operation.tags for tag in _REFUSED):
+        # Of indices, masks alone give another number of results for other numbers.
+        refused = any(tag in operation.tags for tag in _REFUSED) and (
+            name != "aten::index.Tensor" or any(each.dtype in _MASKS for each in _tensors(args[1]))
+        )
+        if not name.startswith("aten::") or refused:
             raise NotRecordableError(f"{name} cannot be done again")
         if not all(each.is_cpu for each in (*used, *results)):
             raise NotRecordableError(f"{name} is not on the CPU")
@@ -135,12 +140,16 @@ class Recording:
             self._calls.append(call)
         elif short in _EMPTY or short in _OF_DTYPES or (new and new <= before):
             return  # memory to be written, nothing of any number, or a view
+        elif isinstance(result, torch.Tensor) and not result.numel():
+            return
         elif not new or torch.Tag.nondeterministic_seeded in operation.tags:
             raise NotRecordableError(f"{name} cannot be done again")
         elif any(each.untyped_storage().nbytes() < each.nbytes for each in results):
             raise NotRecordableError(f"{name} returns elements that share memory")
         else:
-            self._calls.append(_Again(call, result))
+            out = _with_out(operation) if isinstance(result, torch.Tensor) else None
+            into = None if out is None else partial(out, *args, **kwargs, out=result)
+            self._calls.append(into or _Again(call, result))
 
 
 class _Again:
@@ -152,6 +161,22 @@ class _Again:
     def __call__(self) -> None:
         for result, new in zip(self._results, _tensors(self._operation()), strict=True):
             result.copy_(new)
+
+
+@cache
+def _with_out(operation: Any) -> Any:
+    """Return the form of an operation that writes its only result into ``out``, if there is one."""
+
+    def described(arguments: Any) -> list[tuple[str, str]]:
+        return [(each.name, str(each.type)) for each in arguments]
+
+    own = described(operation._schema.arguments)
+    for name in operation.overloadpacket.overloads():
+        other = getattr(operation.overloadpacket, name)
+        *given, last = other._schema.arguments
+        if last.is_out and last.name == "out" and described(given) == own:
+            return other
+    return None
 
 
 class _Operations(TorchDispatchMode):

@@ -136,7 +136,7 @@ def _q8_0_product(rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: 
     product = np.float32(0)
     for block in range(rows.shape[1]):
         own = np.float32(0)  # of this block, without its scale
-        for at in range(x.shape[2]):
+        for at in range(min(x.shape[2], 32)):
             own += x[0, block, at] * np.float32(np.int8(rows[n, block, at + 2]))
         product += own * _half(rows[n, block, 0], rows[n, block, 1], table)
     return product
@@ -146,7 +146,7 @@ def _q4_0_product(rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: 
     product = np.float32(0)
     for block in range(rows.shape[1]):
         own = np.float32(0)
-        for at in range(x.shape[2] // 2):
+        for at in range(min(x.shape[2] // 2, 16)):
             byte = rows[n, block, at + 2]
             low, high = np.int32(byte & np.uint8(15)), np.int32(byte >> np.uint8(4))
             own += x[0, block, at] * (np.float32(low) - np.float32(8))

@@ -152,7 +152,11 @@ SPEEDS |= {  # see peers.py
         },
     )
     for peer, counts, pairs in (
-        ("vLLM's CPU engine", (1, 8, 32), {each: f"vllm {each}" for each in ("float32", "bfloat16")}),
+        (
+            "vLLM's CPU engine",
+            (1, 8, 32),
+            {each: f"vllm {each}" for each in ("float32", "bfloat16")},
+        ),
         (
             "llama.cpp",
             (1, 8),
@@ -256,7 +260,8 @@ def measured_on(results: Mapping[str, Results]) -> str:
     """Return the processors of the results that are shown, with the benchmarks if several."""
     benchmarks: dict[str, list[str]] = {}
     shown = (
-        "load", "cold", "cooperative", "quantization", "wrapped", "engine", "peers", "routing", "memory"
+        "load", "cold", "cooperative", "quantization", "wrapped", "engine", "peers", "routing",
+        "memory",
     )  # fmt: skip
     for name in shown:
         if name in results:
