@@ -81,6 +81,23 @@ def results() -> dict[str, Any]:
             for kind in ("llama", "qwen3_moe")
         },
         "engine": dict.fromkeys(("3M", "58M", "0.6B", "mamba2", "hybrid"), size),
+        "peers": {
+            f"58M, {count} requests": {
+                "ratios": {
+                    f"ours {pair}": spread(1.75)
+                    for pair in (
+                        "float32 to vllm float32",
+                        "bfloat16 to vllm bfloat16",
+                        "float32 to llama float32",
+                        "int8 to llama Q8_0",
+                        "Q8_0 to llama Q8_0",
+                        "int4 to llama Q4_0",
+                        "Q4_0 to llama Q4_0",
+                    )
+                }
+            }
+            for count in (1, 8, 32)
+        },
         "routing": [name | {"names": count} for count in (36096, 144384)],
         "memory": {
             who: {"bytes_kept": 100, "cold": cold} for who in ("vllm-module", "transformers")
@@ -133,7 +150,9 @@ def test_a_table_of_results(bench: dict[str, ModuleType], results: dict[str, Any
     assert "| 1.02 (1.01 to 1.05); quantized after loading 1.59 |  |" in table[11]
     assert table[12].endswith("| seconds over loading its wired twin | 1.25 (1.12 to 1.75) |  |")
     assert "wired 1.00; wrapped 1.50" in table[14]
-    assert len(table) == 6 + 9 + 2
+    assert len(table) == 6 + 9 + 2 + 2
+    assert table[17].startswith("| Generate beside vLLM's CPU engine |")
+    assert "float32, 1 request 1.75 (1.62 to 2.25); float32, 8 requests 1.75" in table[17]
     results["cold"]["machine"] = MACHINE | {"processor": "Another"}
     *_, last = bench["figures"].measured_on(results).split("; ")
     assert last == "Another, 2 cores (cold)"
