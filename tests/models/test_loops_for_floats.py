@@ -12,6 +12,7 @@ from vllm_module import LLM, SamplingParams
 from vllm_module.kernels.matmul import code_rows_matmul, compiled_floats, linear
 from vllm_module.kernels.matmul.products import Products
 from vllm_module.kernels.recording import Recording
+from vllm_module.runtime import recorded_steps
 from vllm_module.runtime.ranks import executor
 
 pytest.importorskip("numba")
@@ -41,6 +42,7 @@ def test_tokens_are_those_of_transformers(
     monkeypatch.setattr(executor, "fastest_for", lambda *_, **__: chosen)
     monkeypatch.setattr(code_rows_matmul, "_multiply", counted)
     monkeypatch.setattr(Recording, "again", counted_again)
+    monkeypatch.setattr(recorded_steps, "_GAIN", 0)
     prompts = [{"prompt_token_ids": ids} for ids in checkpoint.reference.prompts]
     asked = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}

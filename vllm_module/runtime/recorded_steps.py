@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -20,6 +22,7 @@ _log = logging.getLogger(__name__)
 _FIRST = 3  # such a step is recorded when it comes for this time
 _LEAST_BYTES = 16 << 20  # of the memory of all recordings
 _SHARE = 20  # or one part in so many of the weights' bytes
+_GAIN = 1.05  # least share of a recording's time that the model takes
 
 Compute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
 
@@ -28,8 +31,9 @@ class RecordedSteps:
     """Computes logits of steps with one token of each sequence, by recordings where it has some.
 
     A step of some number of sequences is recorded when it has come before. The recording is used if
-    it gave the bits of the model for the step after, too. Where a model cannot be recorded, or is
-    as fast without (the loops of the extra ``cpu`` are not in use), the model computes the step.
+    it gave the bits of the model for the step after, too, in less time; if not in less, steps of
+    more sequences are not recorded. Where a model cannot be recorded, or the loops of the extra
+    ``cpu`` are not in use, the model computes the step.
 
     All recordings keep at most a twentieth of the weights' bytes, or 16 MiB. The largest are
     dropped, which gain least.
@@ -44,10 +48,12 @@ class RecordedSteps:
         weights = sum(each.nbytes for each in model.parameters())
         self._most_bytes = max(_LEAST_BYTES, weights // _SHARE)
         self._steps: dict[object, _RecordedStep] = {}
+        self._most = sys.maxsize  # sequences of a step that may gain
 
     def clear(self) -> None:
         """Drop all recordings: weights or caches may lie elsewhere from now on."""
         self._steps.clear()
+        self._most = sys.maxsize
 
     def logits(
         self,
@@ -65,13 +71,15 @@ class RecordedSteps:
 
         """
         chosen = products_in_use.get()
-        if not chosen.pages:
+        if not chosen.pages or len(ids) > self._most:
             return compute(ids, positions, metadata.laid_out())
         key = len(ids), metadata.block_tables.shape, chosen, torch.get_num_threads()
         step = self._steps.setdefault(key, _RecordedStep())
         logits = step.logits(self._model, compute, ids, positions, metadata)
         if step.met == _FIRST:
             self._drop_largest()
+        if not step.gains:
+            self._most = min(self._most, len(ids) - 1)
         return logits
 
     def _drop_largest(self) -> None:
@@ -84,11 +92,14 @@ class _RecordedStep:
 
     Attributes:
         met: how often it has come.
+        gains: False once a recording took as long as the model.
 
     """
 
     def __init__(self) -> None:
-        self.met = 0
+        self.met, self.gains = 0, True
+        self._given: list[torch.Tensor] = []  # what the recording reads of a step
+        self._logits = torch.empty(0)  # what it writes
         self._recording: Recording | None = None
         self._holds = False  # True once it gave the model's bits for another step
 
@@ -115,13 +126,17 @@ class _RecordedStep:
         elif self.met != _FIRST:
             return compute(ids, positions, metadata.laid_out())
         states = _States(model, metadata)
-        before = states.copied()
+        before, begin = states.copied(), time.perf_counter()
         expected = compute(ids, positions, metadata.laid_out())
-        after = states.copied()
+        seconds, after = time.perf_counter() - begin, states.copied()
         try:
             states.put(before)
             if self._recording is not None:
+                begin = time.perf_counter()
                 self._recording.again()
+                self.gains = seconds > _GAIN * (time.perf_counter() - begin)
+                if not self.gains:
+                    raise NotRecordableError("the model takes as little time")
                 self._holds = True
             else:
                 self._record(model, compute, ids, positions, metadata, states)
@@ -135,7 +150,7 @@ class _RecordedStep:
 
     def give_up(self, reason: str) -> None:
         """Let the model compute such steps."""
-        self._recording = None
+        self._recording, self._given, self._logits = None, [], torch.empty(0)
         _log.debug("steps of so many sequences are not recorded: %s", reason)
 
     def _record(
