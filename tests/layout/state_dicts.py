@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers it
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -98,6 +98,12 @@ def stages(mesh: Any) -> Given:
     return Given({f"layers.{stage}.weight": of_stage, "embed.weight": shared})
 
 
+def of_two_ranks() -> Given:
+    """Return a tensor that two of four ranks share; the others have it without elements."""
+    mesh = DeviceMesh("cpu", [1, 2])
+    return Given({"w": distribute_tensor(drawn(5, 3), mesh, [Shard(0)])})
+
+
 LINE = [Shard(0)], [Shard(1)], [Replicate()]
 GRID = [*itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)]
 # By number of the trainer's ranks: cases by name, each of a mesh of one axis and one of two.
@@ -113,6 +119,7 @@ CASES: dict[int, dict[str, Callable[[Any, Any], Given]]] = {
         "on a grid": lambda _, grid: placed(grid, *GRID),
         "fsdp and tp": lambda _, grid: divided_twice(grid),
         "stages": lambda _, grid: stages(grid),
+        "two ranks": lambda _, __: of_two_ranks(),
     },
 }
 
@@ -142,11 +149,6 @@ def refused(rank: int, mesh: Any) -> dict[str, Given]:
     }
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full
-
-
 def described(given: Given, group: Any) -> tuple[Layout, dict[str, Any]]:
     """Return the layout of what ranks give, and notes of it and of this rank's tensors."""
     tensors = given.state_dict
@@ -155,7 +157,11 @@ def described(given: Given, group: Any) -> tuple[Layout, dict[str, Any]]:
         name: each.to_local() if isinstance(each, DTensor) else each
         for name, each in tensors.items()
     }
-    full = {name: whole(each) for name, each in tensors.items()}
+    full = {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in tensors.items()
+        if not isinstance(each, DTensor) or each.device_mesh.get_coordinate() is not None
+    }
     return layout, {"layout": layout_json(layout), "held": held, "full": full}
 
 
