@@ -24,23 +24,18 @@ from transformers import AutoModelForCausalLM
 from vllm_module import LLM, SamplingParams
 from vllm_module.cooperative import receive_boxes, send_boxes
 from vllm_module.distributed import together
-from vllm_module.layout import Layout, TransferPlan, layout_of_shards, parse_layout, rows
-from vllm_module.layout.layout_file import layout_json
+from vllm_module.layout import Layout, TransferPlan, layout_of_state_dict
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 TRAINERS, STEPS = 2, 2
 
 
-def planned(llm: LLM | None) -> tuple[TransferPlan, Layout]:
-    """Return the plan and the trainer's layout, on every rank, from the engine's layout."""
-    shared: list[Any] = [None if llm is None else layout_json(llm.layout())]
-    dist.broadcast_object_list(shared, src=TRAINERS)
-    engine = parse_layout(shared[0])
-    trainer = layout_of_shards(
-        engine.tensors, TRAINERS, lambda _, shape, rank: rows(shape, rank, TRAINERS)
-    )
-    return TransferPlan(trainer, engine), trainer
+def planned(own: Layout) -> TransferPlan:
+    """Return the plan from the trainer's layout to the engine's, on every rank of both."""
+    layouts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(layouts, own)
+    return TransferPlan(layouts[0], layouts[TRAINERS])
 
 
 def train(rank: int, folder: Path) -> None:
@@ -50,17 +45,18 @@ def train(rank: int, folder: Path) -> None:
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=trainers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    plans = [planned(None) for _ in ("bfloat16", "fp8")]
+    layout = layout_of_state_dict(model.state_dict(), trainers.get_group())
+    plans = [planned(layout) for _ in ("bfloat16", "fp8")]
     for step in range(STEPS):
         tokens = torch.randint(100, (4, 16), generator=torch.Generator().manual_seed(step))
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        shards = {name: each.to_local() for name, each in model.state_dict().items()}
-        for plan, trainer in plans:
-            together(lambda of=(plan, trainer, shards): send_boxes(*of), timeout=60)
+        weights = model.state_dict()
+        for plan in plans:
+            together(lambda of=(plan, layout, weights): send_boxes(*of), timeout=60)
         # For the comparison alone: the same weights as a checkpoint.
-        full = {name: each.full_tensor() for name, each in model.state_dict().items()}
+        full = {name: each.full_tensor() for name, each in weights.items()}
         if rank == 0:
             save_file(full, folder / "model.safetensors", {"format": "pt"})
         dist.barrier()
@@ -75,7 +71,7 @@ def serve(folder: Path) -> None:
     }  # fmt: skip
     kinds = {"bfloat16": settings, "fp8": settings | {"quantization": "fp8_per_channel"}}
     engines = {kind: LLM(str(folder), **given) for kind, given in kinds.items()}
-    plans = {kind: planned(llm)[0] for kind, llm in engines.items()}
+    plans = {kind: planned(llm.layout()) for kind, llm in engines.items()}
     for step in range(STEPS):
         for kind, llm in engines.items():
             arrived = receive_boxes(plans[kind])

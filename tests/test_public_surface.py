@@ -115,6 +115,7 @@ SamplingParams(*positional, n=1, presence_penalty=0.0, frequency_penalty=0.0,
     allowed_token_ids=None, structured_outputs=None, extra_args=None, bad_words=<factory>)
 StructuredOutputsParams(*, json=None, regex=None, choice=None, grammar=None, json_object=None)
 PoolingParams(use_activation=None, dimensions=None)
+layout.layout_of_state_dict(state_dict, group=None, names=None)
 weights.find_changes(old, new)
 weights.write_update(path, weights, *, version, after=None, digests=False)
 weights.open_update(path)

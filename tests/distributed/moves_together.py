@@ -40,6 +40,7 @@ from vllm_module.layout import (
     TransferPlan,
     layout_of_shards,
     layout_of_stages,
+    layout_of_state_dict,
     parse_layout,
     rows,
 )
@@ -177,7 +178,7 @@ def _connections() -> Iterator[tuple[int, tuple[Any, Any]]]:
 
 
 def on_source(
-    move: Move, config: Any, rank: int, target: Layout, weights: Mapping[str, torch.Tensor]
+    move: Move, config: Any, rank: int, weights: Mapping[str, torch.Tensor]
 ) -> tuple[Layout, dict[str, torch.Tensor]]:
     """Return the layout of the trainer's ranks, and what this one holds of ``weights``."""
     if move.source == "FSDP":
@@ -185,16 +186,11 @@ def on_source(
         from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh = DeviceMesh("cpu", list(range(RANKS)))
-        shards = {
-            name: distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None).to_local()
+        shards: dict[str, torch.Tensor] = {
+            name: distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None)
             for name, each in weights.items()
         }
-        entries = [
-            StoredTensorLayout(name, entry.shape, entry.dtype, name, 0)
-            for name, entry, _ in target.names()
-        ]
-        layout = layout_of_shards(entries, RANKS, lambda _, shape, at: rows(shape, at, RANKS))
-        return layout, shards
+        return layout_of_state_dict(shards, mesh.get_group()), shards
     if move.source == "PP":
         stage, own = divmod(rank, 2)
         stages = [
@@ -232,7 +228,7 @@ def carry_out(move: Move, config: Any, engines: Any, sent: Sent) -> dict[str, An
         shown = [layout_json(plan_of_load.layout())]
     dist.broadcast_object_list(shown, src=RANKS)
     target = parse_layout(shown[0])
-    layout, tensors = on_source(move, config, rank, target, new) if not is_engine else (None, {})
+    layout, tensors = on_source(move, config, rank, new) if not is_engine else (None, {})
     shared = [layout_json(layout) if layout is not None else None]
     dist.broadcast_object_list(shared, src=0)
     source = parse_layout(shared[0])

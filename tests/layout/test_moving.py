@@ -257,3 +257,15 @@ def test_boxes_of_a_device_are_joined_on_the_host() -> None:
         message = moved.packed(boxes, lambda _, at: parts[at])
     assert message.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert "cat" not in device.operators
+
+
+def test_a_group_that_sends_between_no_cpus_is_refused() -> None:
+    """Messages are in host memory, which NCCL cannot send; torch's fake backend stands for it."""
+    c10d: Any = torch._C._distributed_c10d
+    group = c10d.ProcessGroup(dist.HashStore(), 0, 2)
+    backend = c10d.FakeProcessGroup._create_internal(0, 2, c10d.FakeProcessGroup.Options())
+    group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.CUSTOM, backend)
+    entry = StoredTensorLayout("w", (4, 3), "uint8", "w", 0)
+    source = layout_of_shards([entry], 1, lambda _, shape, rank: rows(shape, rank, 1))
+    with pytest.raises(ValueError, match=r"in host memory.*cannot carry.*'cpu:gloo,cuda:nccl'"):
+        send_boxes(TransferPlan(source, source), source, {"w": torch.zeros(4, 3)}, group=group)

@@ -3,6 +3,10 @@
 torch's functions on a group (``get_rank``, ``get_backend_config``) need its default group and its
 record of the group. A program destroys both with ``destroy_process_group()``. The functions here
 ask the group itself.
+
+Torch has no public way to a group beside the default one: ``new_group`` needs that one, and
+``init_process_group`` makes it. So :func:`private_group` takes torch's private classes;
+``tests/weights/test_meeting.py`` fails if they change.
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ def _region(
     """Return the elements of this rank's parameter that a box fills, in its stored order."""
     path = layout.find(each.name)[0].parameter
     tensor, shape = tensors.get(path), layout.shape_of(path, rank)
+    if (to_local := getattr(tensor, "to_local", None)) is not None:  # of a DTensor
+        tensor = to_local()
     if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != each.dtype:
         got = "nothing" if tensor is None else f"{list(tensor.shape)} in {tensor.dtype}"
         raise ValueError(

@@ -55,7 +55,8 @@ def send_boxes(
     Args:
         plan: the same on every rank.
         source: the plan's source.
-        tensors: this rank's parameters, by the paths in ``source`` and of the shapes there.
+        tensors: this rank's parameters, by the paths in ``source`` and of the shapes there, such as
+            the state dict that ``source`` is the layout of.
         group: with ``plan.source_ranks + plan.target_ranks`` ranks, by default the world.
         bucket_bytes: most bytes of whole tensors in a batch, unless one alone has more; the same on
             every rank.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
-from vllm_module.base.process_groups import rank_and_size
+from vllm_module.base.process_groups import rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import SLICE, interruptibly
 from vllm_module.cooperative.moved import Moved, Read, Values, nbytes_of, packed, unpacked
 from vllm_module.cooperative.nixl import FRAME, NixlCarrier
@@ -63,6 +63,11 @@ class RankTransfer:
             raise ValueError(
                 f"the plan is from {plan.source_ranks} to {plan.target_ranks} ranks, and the group "
                 f"has {self._size}: expected {expected}"
+            )
+        if not sends_between_cpus(group):
+            raise ValueError(
+                "boxes are sent in host memory, and the process group cannot carry messages "
+                "between CPUs: initialize it with init_process_group('cpu:gloo,cuda:nccl')"
             )
         at = 0 if in_place else self.first_target
         self._first = (0, 0), (0, at), (at, at)  # by stage, the group's number of each side's first

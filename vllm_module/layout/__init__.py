@@ -14,6 +14,7 @@ from vllm_module.layout.layout import (
 from vllm_module.layout.layout_file import parse_layout, read_layout
 from vllm_module.layout.shards import layout_of_shards, rows
 from vllm_module.layout.stages import layout_of_stages
+from vllm_module.layout.state_dicts import layout_of_state_dict
 from vllm_module.layout.strided import Strided
 from vllm_module.layout.transfer import TransferPlan
 
@@ -32,6 +33,7 @@ __all__ = [
     "TransferPlan",
     "layout_of_shards",
     "layout_of_stages",
+    "layout_of_state_dict",
     "parse_layout",
     "read_layout",
     "rows",
