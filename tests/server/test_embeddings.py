@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import runpy
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,51 @@ def test_a_wrong_number_of_tokens_is_refused(embedder: Any, most: Any) -> None:
     body = {"input": "a", "truncate_prompt_tokens": most}
     code, answer = embedder.ask("POST", "/v1/embeddings", body)
     assert (code, "token" in answer["error"]["message"]) == (400, True)
+
+
+def test_the_queue_is_bounded(encoder: Path, start: Any, until: Any) -> None:
+    """What is beyond the bound is a 503; a client that leaves makes room for another."""
+    llm = LLM(str(encoder), dtype="float32", device="cpu", max_num_seqs=2)
+    held, release, answers = threading.Event(), threading.Event(), list[Any]()
+
+    def hold(_: object) -> None:
+        held.set()
+        assert release.wait(60)
+
+    def ask(*texts: str) -> None:
+        answers.append(served.ask("POST", "/v1/embeddings", {"input": [*texts]}))
+
+    with start(AsyncLLM(llm, max_waiting=1)) as served:
+        threads = [threading.Thread(target=lambda: asyncio.run(served.llm.call(hold)))]
+        threads[0].start()
+        held.wait()
+        try:
+            threads.append(threading.Thread(target=ask, args=("a", "b")))
+            threads[-1].start()
+            until(lambda: served.llm._accepted == 2)
+            ask("c", "d")  # three fit
+            body = b'{"input": "c"}'
+            head = (
+                "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-two\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            with socket.create_connection(("127.0.0.1", served.port)) as leaves:
+                leaves.sendall(head.encode() + body)
+                until(lambda: served.llm._accepted == 3)
+                ask("d")
+            until(lambda: served.llm._accepted == 2)
+            threads.append(threading.Thread(target=ask, args=("c",)))
+            threads[-1].start()
+            until(lambda: served.llm._accepted == 3)
+            ask("a", "b", "c", "d")  # more than are ever accepted: trying again is of no use
+        finally:
+            release.set()
+            for thread in threads:
+                thread.join()
+        assert not served.llm._accepted
+    assert [code for code, _ in answers] == [503, 503, 400, 200, 200]
+    assert {answer["error"]["code"] for _, answer in answers[:2]} == {"engine_overloaded"}
+    assert {len(answer["data"]) for _, answer in answers[3:]} == {1, 2}
 
 
 def test_each_model_refuses_what_it_is_not_for(embedder: Any, server: Any) -> None:
