@@ -7,13 +7,17 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +95,51 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
         assert f"at {base}" in error
         assert "hello" not in error
         assert "Bearer" not in error
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_stop_seconds_end_a_stream_that_goes_on(folder: Path, tmp_path: Path) -> None:
+    """After SIGTERM it has this second, and is cut off then; that is no failure of the command."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    # So long that the limit of tokens does not end it.
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
+    base = f"http://127.0.0.1:{SUPPORT['free_port']()}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_module.cli", "serve", str(model), "--device", "cpu",
+         "--port", base.rpartition(":")[2], "--stop-seconds", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+
+        def is_up() -> bool:
+            assert process.poll() is None
+            return status(f"{base}/health") == 200
+
+        SUPPORT["wait_until"](is_up, "the server answers")
+        long = {"prompt": "hello", "max_tokens": 1 << 19, "stream": True, "temperature": 0}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            f"{base}/v1/completions", json.dumps(long).encode(), headers
+        )
+        with urllib.request.urlopen(request) as stream:
+            stream.readline()
+            begin = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            lines = []
+            with suppress(HTTPException, ConnectionError):
+                for line in stream:
+                    lines.append(line)
+            seconds = time.monotonic() - begin
+        error = process.communicate(timeout=60)[1]
+        assert process.returncode == 0, error
+        assert len(lines) > 10
+        assert b"data: [DONE]\n" not in lines
+        assert 1 <= seconds < 15, "the default is 30"
+        assert "Traceback" not in error
     finally:
         process.kill()
         process.communicate()
