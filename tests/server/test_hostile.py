@@ -161,8 +161,6 @@ def test_large_bodies(server: Any) -> None:
             received = b"HTTP/1.1 413"
         assert received.startswith(b"HTTP/1.1 413")
     assert server.send(f"{HEAD}Content-Length: x\r\n\r\n".encode())[0] == 400
-    flood = "".join(f"X-{i}: {'y' * 100}\r\n" for i in range(5000))
-    assert server.send(f"{HEAD}{flood}\r\n".encode())[0] in (0, 400, 431)
     assert server.ask("POST", "/v1/completions", GOOD)[0] == 200
 
 
