@@ -60,6 +60,9 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
         env=os.environ | {"VLLM_MODULE_ADMIN_KEY": "one two"},
     )
     try:
+        assert process.stderr is not None
+        first = process.stderr.readline()  # long before the last byte is loaded
+        assert first == f"loading {folder}, listening at {base}\n"
         seen = set()
 
         def is_up() -> bool:
@@ -92,7 +95,7 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
         assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
         error = process.communicate(timeout=60)[1]
         assert process.returncode == 0, error
-        assert f"at {base}" in error
+        assert f"serving {folder} at {base}" in error
         assert "hello" not in error
         assert "Bearer" not in error
     finally:
@@ -206,11 +209,24 @@ def test_what_is_refused_at_once(
     assert "the extra vllm-module[serve]" in error
 
 
-def test_a_checkpoint_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message is that of every command, and the server's thread has ended."""
+def test_a_checkpoint_that_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is that of every command, and the server's thread has ended.
+
+    A log says before what is loaded, and where health is answered; a terminal has the progress.
+    """
     before: Callable[[], int] = threading.active_count
     (tmp_path / "config.json").write_text("{}")
     count = before()
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     assert main(["serve", str(tmp_path), "--port", "0"]) == 1
-    assert "error: " in capsys.readouterr().err
+    loading, error = capsys.readouterr().err.split("\n", 1)
+    assert re.fullmatch(rf"loading {tmp_path}, listening at http://127\.0\.0\.1:\d+", loading)
+    assert error.startswith("error: ")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats standard error as a terminal
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
+    error = capsys.readouterr().err
+    assert "error: " in error
+    assert "listening at" not in error
     assert threading.active_count() == count
