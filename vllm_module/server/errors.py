@@ -39,13 +39,8 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, describe_error(error))
 
 
-def field_error(error: ValueError, names: dict[str, str] | None = None) -> ApiError:
-    """Return a refusal whose message begins with the name of a field, which becomes ``param``.
-
-    ``names`` has the fields of the protocol for settings of ours that they become.
-    """
+def field_error(error: ValueError) -> ApiError:
+    """Return a refusal whose message begins with the name of a field, which becomes ``param``."""
     message = str(error).partition("\n")[0]
-    name, _, rest = message.partition(" ")
-    name = (names or {}).get(name, name)
-    param = name.partition("[")[0].rstrip(":")
-    return ApiError(400, f"{name} {rest}", param if param.isidentifier() else None)
+    name = message.partition(" ")[0].partition("[")[0].rstrip(":")
+    return ApiError(400, message, name if name.isidentifier() else None)
