@@ -109,12 +109,8 @@ def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
     elif isinstance(item, Mapping) and kind == "function_call_output":
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
     elif kind != "reasoning":
-        raise ApiError(
-            400,
-            f"{where} is not supported: only messages, function calls and their outputs are, got "
-            f"{shorten(item if kind is None else kind)}",
-            "input",
-        )
+        what = "is not supported: only messages, function calls and their outputs are, got"
+        raise ApiError(400, f"{where} {what} {shorten(item if kind is None else kind)}", "input")
 
 
 class _Answer:
