@@ -162,6 +162,12 @@ def expected(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return found
 
 
+def test_the_plan_is_shown(four: tuple[Path, LLM]) -> None:
+    """How many ranks divide each layer, and how many divide the layers."""
+    shown = dict(four[1].facts())["plan"]
+    assert shown.startswith("tensor parallel 2, pipeline parallel 2: ")
+
+
 def test_updates_and_sleep_are_those_of_one_rank(four: tuple[Path, LLM], expected: Any) -> None:
     """Whole and in part, streamed, refused, asleep at both levels, and loaded again."""
     folder, llm = four

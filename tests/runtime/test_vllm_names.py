@@ -381,7 +381,7 @@ def test_an_engine_is_shown_as_a_table(llm: LLM, folder: Path) -> None:
     for part in ("Qwen3ForCausalLM, float32", "cpu, ranks: 1", "at most 64 tokens", "ready"):
         assert part in text
         assert part in html
-    assert len(text.splitlines()) == 9
+    assert len(text.splitlines()) == 10
     with LLM(str(folder), kv_cache_memory_bytes=1 << 20) as other:
         other.sleep()
         assert "the engine sleeps: wake_up() first" in repr(other)

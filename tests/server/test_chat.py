@@ -75,6 +75,8 @@ def test_logprobs(server: Any) -> None:
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+AUDIO = {"type": "input_audio", "input_audio": {"data": "eA==", "format": "wav"}}
+HEARD = [MESSAGES[0], {"role": "user", "content": [{"type": "text", "text": "Hi"}, AUDIO]}]
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "function"}]}, "tools", "tools[0] should be a function with a name"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
@@ -83,6 +85,11 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         {"messages": IMAGE},
         "messages",
         "messages[0].content[0] is not supported: only parts of text",
+    ),
+    (
+        {"messages": HEARD},
+        "messages",
+        "messages[1].content[1] is not supported: only parts of text are, got type 'input_audio'",
     ),
     ({"messages": [{"role": "king", "content": ""}]}, "messages", "messages[0].role should be one"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content should be"),
@@ -97,7 +104,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
 
 @pytest.mark.parametrize(("body", "param", "says"), REFUSED, ids=lambda value: str(value)[:30])
 def test_what_is_refused(server: Any, body: dict[str, Any], param: str | None, says: str) -> None:
-    """Images are refused by name, and so are wrong messages, tools and formats."""
+    """Images and audio are refused by name, and so are wrong messages, tools and formats."""
     given = {"model": "tiny", "messages": MESSAGES, **body}
     status, answer = server.ask("POST", "/v1/chat/completions", given)
     assert (status, answer["error"]["param"]) == (400, param)

@@ -293,6 +293,8 @@ def test_what_is_refused(
     port = str(SUPPORT["free_port"]())
     assert main(["serve", str(tmp_path), *several, "--port", port]) == 1
     error = capfd.readouterr().err
+    place = f"by 2 engines, listening at http://127.0.0.1:{port}"
+    assert error.startswith(f"loading {tmp_path} {place}\n")
     assert "Nobody" in error
     assert re.search(r"engine \d \(pid \d+\) ended with exit code 1 before it had loaded", error)
     monkeypatch.setenv("WORLD_SIZE", "2")

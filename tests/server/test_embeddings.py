@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import runpy
+import shutil
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from vllm_module import LLM, AsyncLLM
 
@@ -58,8 +63,10 @@ def test_vectors_are_those_of_transformers(embedder: Any, encoder: Path) -> None
 def test_what_is_too_long_loses_its_end(embedder: Any, most: int, kept: int) -> None:
     """``vllm bench serve`` asks so; without the field, it is refused."""
     text = "".join(map(chr, range(48, 124)))
-    code, answer = embedder.ask("POST", "/v1/embeddings", {"input": text})
-    assert (code, "76 tokens" in answer["error"]["message"]) == (400, True), answer
+    for given in (text, [text, text], [text, "hello"]):
+        code, answer = embedder.ask("POST", "/v1/embeddings", {"input": given})
+        says = "the prompt has 76 tokens, .* give truncate_prompt_tokens: -1 to leave out its end"
+        assert (code, bool(re.search(says, answer["error"]["message"]))) == (400, True), answer
     body = {"model": "tiny", "input": [text, "hello"], "truncate_prompt_tokens": most}
     code, cut = embedder.ask("POST", "/v1/embeddings", body)
     assert (code, cut["usage"]["prompt_tokens"]) == (200, kept + min(5, kept))
@@ -72,15 +79,73 @@ def test_what_is_too_long_loses_its_end(embedder: Any, most: int, kept: int) -> 
 def test_a_wrong_number_of_tokens_is_refused(embedder: Any, most: Any) -> None:
     body = {"input": "a", "truncate_prompt_tokens": most}
     code, answer = embedder.ask("POST", "/v1/embeddings", body)
-    assert (code, "token" in answer["error"]["message"]) == (400, True)
+    says = "truncate_prompt_tokens should"
+    assert (code, answer["error"]["message"].startswith(says)) == (400, True), answer
 
 
-def test_each_model_refuses_what_it_is_not_for(embedder: Any, server: Any) -> None:
-    """An encoder generates no text, and a model of text has no embeddings."""
+def test_the_queue_is_bounded(encoder: Path, start: Any, until: Any) -> None:
+    """What is beyond the bound is a 503; a client that leaves makes room for another."""
+    llm = LLM(str(encoder), dtype="float32", device="cpu", max_num_seqs=2)
+    held, release, answers = threading.Event(), threading.Event(), list[Any]()
+
+    def hold(_: object) -> None:
+        held.set()
+        assert release.wait(60)
+
+    def ask(*texts: str) -> None:
+        answers.append(served.ask("POST", "/v1/embeddings", {"input": [*texts]}))
+
+    with start(AsyncLLM(llm, max_waiting=1)) as served:
+        threads = [threading.Thread(target=lambda: asyncio.run(served.llm.call(hold)))]
+        threads[0].start()
+        held.wait()
+        try:
+            threads.append(threading.Thread(target=ask, args=("a", "b")))
+            threads[-1].start()
+            until(lambda: served.llm._accepted == 2)
+            ask("c", "d")  # three fit
+            body = b'{"input": "c"}'
+            head = (
+                "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-two\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            with socket.create_connection(("127.0.0.1", served.port)) as leaves:
+                leaves.sendall(head.encode() + body)
+                until(lambda: served.llm._accepted == 3)
+                ask("d")
+            until(lambda: served.llm._accepted == 2)
+            threads.append(threading.Thread(target=ask, args=("c",)))
+            threads[-1].start()
+            until(lambda: served.llm._accepted == 3)
+            ask("a", "b", "c", "d")  # more than are ever accepted: trying again is of no use
+        finally:
+            release.set()
+            for thread in threads:
+                thread.join()
+        assert not served.llm._accepted
+    assert [code for code, _ in answers] == [503, 503, 400, 200, 200]
+    assert {answer["error"]["code"] for _, answer in answers[:2]} == {"engine_overloaded"}
+    assert {len(answer["data"]) for _, answer in answers[3:]} == {1, 2}
+
+
+def test_each_model_refuses_what_it_is_not_for(
+    embedder: Any, server: Any, start: Any, encoder: Path, tmp_path: Path
+) -> None:
+    """An encoder generates no text; a model of text, and one of classes, have no embeddings.
+
+    The message names what a client of the server can do.
+    """
     code, answer = embedder.ask("POST", "/v1/completions", {"prompt": "a"})
-    assert (code, "LLM.embed returns embeddings" in answer["error"]["message"]) == (400, True)
+    assert (code, "text: /v1/embeddings returns" in answer["error"]["message"]) == (400, True)
     code, answer = server.ask("POST", "/v1/embeddings", {"input": "a"})
-    assert (code, "generates text" in answer["error"]["message"]) == (400, True)
+    says = "prompts: ask /v1/completions, or serve an encoder"
+    assert (code, says in answer["error"]["message"]) == (400, True)
+    shutil.copytree(encoder, tmp_path, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(encoder)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with start(AsyncLLM(LLM(str(tmp_path), dtype="float32", device="cpu"))) as classifier:
+        code, answer = classifier.ask("POST", "/v1/embeddings", {"input": "a"})
+        assert (code, answer["error"]["message"].endswith("are no embeddings")) == (400, True)
     body = {"input": "a", "encoding_format": "int8"}
     code, answer = embedder.ask("POST", "/v1/embeddings", body)
     assert (code, answer["error"]["param"]) == (400, "encoding_format")

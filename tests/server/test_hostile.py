@@ -161,8 +161,6 @@ def test_large_bodies(server: Any) -> None:
             received = b"HTTP/1.1 413"
         assert received.startswith(b"HTTP/1.1 413")
     assert server.send(f"{HEAD}Content-Length: x\r\n\r\n".encode())[0] == 400
-    flood = "".join(f"X-{i}: {'y' * 100}\r\n" for i in range(5000))
-    assert server.send(f"{HEAD}{flood}\r\n".encode())[0] in (0, 400, 431)
     assert server.ask("POST", "/v1/completions", GOOD)[0] == 200
 
 
@@ -170,7 +168,7 @@ def test_requests_cut_at_every_byte(server: Any) -> None:
     """A client that leaves in the middle of its request leaves nothing behind."""
     body = json.dumps(GOOD)
     whole = f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode()
-    for end in range(0, len(whole), 3):
+    for end in range(len(whole)):
         server.send(whole[:end], wait=False)
     assert server.send(whole)[0] == 200
     assert not server.llm._accepted

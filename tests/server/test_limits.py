@@ -186,19 +186,103 @@ def test_connections_that_need_several_files(files: int, monkeypatch: pytest.Mon
         assert soft in (infinity, hard) or soft >= count * files + others
 
 
-def test_what_is_no_http_and_floods_of_headers(impatient: Any, until: Any) -> None:
+def test_what_is_no_http(impatient: Any, until: Any) -> None:
     """The answer is one JSON error; nothing is kept of what came."""
-    flood = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 100) for i in range(5000))
-    broken = b"\x16\x03\x01\x02", b"GET /\r\n\r\n", b"\r\n" * 3 + b"\0"
-    for data in (*broken, HEAD + flood):
+    for data in (b"\x16\x03\x01\x02", b"GET /\r\n\r\n", b"\r\n" * 3 + b"\0"):
         with socket.create_connection(("127.0.0.1", impatient.port)) as connection:
-            head, _, body = until_closed(connection, [data]).partition(b"\r\n\r\n")
-        if head:  # else it closed before it had read everything
-            assert head.startswith(b"HTTP/1.1 400")
-            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+            check_refusal(until_closed(connection, [data]))
     # Half of a chunk's length, after the answer has begun: there is no second answer.
     with socket.create_connection(("127.0.0.1", impatient.port)) as connection:
         chunked = b"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         said = until_closed(connection, [chunked, b"no length\r\n"])
         assert said.count(b"HTTP/1.1") <= 1
     until(lambda: not connections(impatient))
+
+
+def check_refusal(said: bytes) -> None:
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def held(server: Any, client: socket.socket) -> int | None:
+    """Return how many bytes of unfinished headers the server has; ``None`` once it has closed."""
+    found = [each for each in [*connections(server)] if each.client == client.getsockname()]
+    return len(found[0].conn.trailing_data[0]) if found else None
+
+
+ENDLESS = {
+    "lines": (HEAD, b"X: %b\r\n" % (b"y" * 995)),
+    "short lines": (HEAD, b"X:\r\n" * 250),
+    "one line": (HEAD + b"X: ", b"y" * 1000),
+    "a path": (b"GET /", b"y" * 1000),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_headers_without_end_are_refused_above_the_limit(
+    server: Any, until: Any, what: str
+) -> None:
+    """In small pieces, of which the server has each before the next; others get their tokens."""
+    expected = server.ask("POST", "/v1/completions", ASKED)[1]["choices"]
+    data, piece = ENDLESS[what]
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(data)
+        size = len(data)
+        until(lambda: held(server, connection) == size)
+        while size + len(piece) <= Limits.header_bytes:
+            connection.sendall(piece)
+            size += len(piece)
+            until(lambda: held(server, connection) == size)  # noqa: B023 - called at once
+        assert server.ask("POST", "/v1/completions", ASKED)[1]["choices"] == expected
+        connection.sendall(piece)
+        until(lambda: held(server, connection) is None)
+        check_refusal(until_closed(connection))
+    assert server.ask("POST", "/v1/completions", ASKED)[1]["choices"] == expected
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_headers_at_the_limit(server: Any, until: Any, more: int) -> None:
+    """As many unfinished bytes as may be are finished by the next ones; one more is refused."""
+    begin = VERSION[:-2] + b"Connection: close\r\nX: "
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(begin + b"y" * (Limits.header_bytes + more - len(begin)))
+        wanted = None if more else Limits.header_bytes
+        until(lambda: held(server, connection) == wanted)
+        if more:
+            check_refusal(until_closed(connection))
+        else:
+            said = until_closed(connection, [b"y" * 1000 + b"\r\n\r\n"])
+            assert said.startswith(b"HTTP/1.1 200")
+
+
+def test_whole_headers_have_a_bound(server: Any) -> None:
+    """What one read of the socket finishes may be above the limit, by as much as one read takes."""
+    begin, end = VERSION[:-2] + b"Connection: close\r\nX: ", b"\r\n\r\n"
+    most = Limits.header_bytes + (256 << 10)  # asyncio reads as many bytes at once
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(begin + b"y" * (most + 1 - len(begin + end)) + end)
+        said = until_closed(connection)
+    if said:  # else the server closed with bytes that it had not read
+        check_refusal(said)
+
+
+def test_a_flood_of_headers_is_cut_off(server: Any, until: Any) -> None:
+    """A client that sends as fast as it can, and reads nothing, fills the system's buffers."""
+    expected = server.ask("POST", "/v1/completions", ASKED)[1]["choices"]
+    lines, sent = b"X-Y: z\r\n" * 10_000, 0
+
+    def flood() -> None:
+        nonlocal sent
+        while sent < 64 << 20:
+            sent += connection.send(lines)
+
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(HEAD)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            flood()
+        assert held(server, connection) is None
+        said = until_closed(connection)
+    if said:  # what is in the client's buffer when the connection is reset may be lost
+        check_refusal(said)
+    assert server.ask("POST", "/v1/completions", ASKED)[1]["choices"] == expected

@@ -104,6 +104,7 @@ def test_the_summary_is_for_clients(server: Any, start: Any, folder: Path) -> No
     assert (code, found["model"], found["layers"]) == (200, str(folder), "1")
     assert found["architecture"] == "LlamaForCausalLM, float32"
     assert found["device"] == "cpu, ranks: 1"
+    assert found["plan"] == "tensor parallel 1, pipeline parallel 1: 4.0 MiB on rank 0"
     assert found["cache of a rank"].startswith("2048 pages of 16 tokens")  # of 2 KiB, in 4 MiB
     assert found["state"] == "ready"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_module.server.growing_text import ToolCall
-from vllm_module.server.parsers import Parser, format_of, reasoning_of
+from vllm_module.server.parsers import _REASONING, Parser, format_of, reasoning_of
 from vllm_module.server.tool_formats import FORMATS
 from vllm_module.server.tools import Formats
 
@@ -225,8 +225,15 @@ FRAGMENTS = [
     *("<|channel|>analysis", "<|channel|>final", "<|message|>", "<|start|>assistant", "<|end|>"),
     *("<|call|>", " to=functions.f", '{"name": "f", "arguments": {"a": "b"}}', '{"name": "f"}'),
     *("{", "}", "[", "]", '"', "\\", ";", ",", "null", "1", "f", " ", "\n", "<", "|", "é"),
-    "```json\n",
+    *("```json\n", "[THINK]", "[/THINK]"),
 ]  # fmt: skip
+
+BEGINS = [
+    f"{before}{begin}{thought}"
+    for begin, end in _REASONING
+    for before in ("", "\n")
+    for thought in ("", f"é{end}")
+]
 
 
 SPLITS = int(os.environ.get("SPLITS", "2000"))  # of each format
@@ -234,7 +241,7 @@ SPLITS = int(os.environ.get("SPLITS", "2000"))  # of each format
 
 def drawn_text(random: Random, name: str) -> str:
     """Draw a text of marks and fragments, some of them cut short."""
-    text = random.choice(["", " ", "<think>", "\n<think>", '{"name": "f"};'])
+    text = random.choice(["", " ", '{"name": "f"};', *BEGINS])
     for _ in range(random.randint(0, 10)):
         piece = random.choice([*FRAGMENTS, WRITTEN.get(name, " "), " "])
         text += piece[: random.randint(1, len(piece))]
@@ -252,17 +259,21 @@ def drawn_split(random: Random, text: str) -> list[str]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
     """The law of this room: no delta depends on where the text was split."""
-    random = Random(name)
-    for _ in range(SPLITS // 20):
+    random, found = Random(name), set[Any]()
+    for _ in range(0, SPLITS, 10 * (1 + len(_REASONING))):
         text, reasons = drawn_text(random, name), bool(random.randint(0, 1))
-        for reasoning in (None, THINK):
+        for reasoning in (None, *_REASONING):
             whole = parsed([text], name, reasoning, reasons=reasons)
+            if whole[0] and whole[1]:
+                found.add(reasoning)
             for call in whole[2]:
                 assert call.name
                 assert isinstance(json.loads(call.arguments), dict)
             for _ in range(10):
                 parts = drawn_split(random, text)
                 assert parsed(parts, name, reasoning, reasons=reasons) == whole, parts
+    if name != "harmony":  # whose channels are reasoning, whatever the marks
+        assert found >= {*_REASONING}, "no text had reasoning and content"
 
 
 @pytest.mark.parametrize(
@@ -301,6 +312,7 @@ def test_a_template_tells_its_format() -> None:
     assert format_of("<|python_tag|>") == "llama3"
     assert format_of("{{ messages }}") is None
     assert reasoning_of("{{ content.split('</think>') }}") == THINK
+    assert reasoning_of("{{ '[THINK]' + thought + '[/THINK]' }}") == ("[THINK]", "[/THINK]")
     assert reasoning_of("{{ messages }}") is None
 
 

@@ -324,6 +324,8 @@ def test_calls_and_outputs_in_responses(served: Any) -> None:
 
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+TEXT = {"type": "input_text", "text": "a"}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "eA==", "format": "wav"}}
 
 
 @pytest.mark.parametrize("path", ["responses", "messages"])
@@ -369,6 +371,25 @@ def test_salts_keep_pages_apart_in_every_protocol(served: Any, path: str) -> Non
         ("/v1/messages", {**HI, "n": 2}, "n is not supported here"),
         ("/v1/messages", {**HI, "return_token_ids": True}, "return_token_ids is not supported"),
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0] is not supported"),
+        (
+            "/v1/responses",
+            {
+                "instructions": "a",
+                "input": [{"role": "user", "content": [{"type": "input_image"}]}],
+            },
+            "input[0].content[0] is not supported: only parts of text are, got type 'input_image'",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "user", "content": "a"},
+                    {"role": "user", "content": [TEXT, AUDIO]},
+                ]
+            },
+            "input[1].content[1] is not supported: only parts of text are, got type 'input_audio'",
+        ),
+        ("/v1/responses", {"input": [{"type": "input_image"}]}, "input[0] is not supported"),
         ("/v1/responses", {"input": 3}, "input should be text or a list of items"),
         ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id is"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "mcp"}]}, "a tool of type"),

@@ -7,13 +7,17 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +60,9 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
         env=os.environ | {"VLLM_MODULE_ADMIN_KEY": "one two"},
     )
     try:
+        assert process.stderr is not None
+        first = process.stderr.readline()  # long before the last byte is loaded
+        assert first == f"loading {folder}, listening at {base}\n"
         seen = set()
 
         def is_up() -> bool:
@@ -88,9 +95,54 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
         assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
         error = process.communicate(timeout=60)[1]
         assert process.returncode == 0, error
-        assert f"at {base}" in error
+        assert f"serving {folder} at {base}" in error
         assert "hello" not in error
         assert "Bearer" not in error
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_stop_seconds_end_a_stream_that_goes_on(folder: Path, tmp_path: Path) -> None:
+    """After SIGTERM it has this second, and is cut off then; that is no failure of the command."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    # So long that the limit of tokens does not end it.
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
+    base = f"http://127.0.0.1:{SUPPORT['free_port']()}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_module.cli", "serve", str(model), "--device", "cpu",
+         "--port", base.rpartition(":")[2], "--stop-seconds", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+
+        def is_up() -> bool:
+            assert process.poll() is None
+            return status(f"{base}/health") == 200
+
+        SUPPORT["wait_until"](is_up, "the server answers")
+        long = {"prompt": "hello", "max_tokens": 1 << 19, "stream": True, "temperature": 0}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            f"{base}/v1/completions", json.dumps(long).encode(), headers
+        )
+        with urllib.request.urlopen(request) as stream:
+            stream.readline()
+            begin = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            lines = []
+            with suppress(HTTPException, ConnectionError):
+                for line in stream:
+                    lines.append(line)
+            seconds = time.monotonic() - begin
+        error = process.communicate(timeout=60)[1]
+        assert process.returncode == 0, error
+        assert len(lines) > 10
+        assert b"data: [DONE]\n" not in lines
+        assert 1 <= seconds < 15, "the default is 30"
+        assert "Traceback" not in error
     finally:
         process.kill()
         process.communicate()
@@ -157,11 +209,24 @@ def test_what_is_refused_at_once(
     assert "the extra vllm-module[serve]" in error
 
 
-def test_a_checkpoint_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message is that of every command, and the server's thread has ended."""
+def test_a_checkpoint_that_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is that of every command, and the server's thread has ended.
+
+    A log says before what is loaded, and where health is answered; a terminal has the progress.
+    """
     before: Callable[[], int] = threading.active_count
     (tmp_path / "config.json").write_text("{}")
     count = before()
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     assert main(["serve", str(tmp_path), "--port", "0"]) == 1
-    assert "error: " in capsys.readouterr().err
+    loading, error = capsys.readouterr().err.split("\n", 1)
+    assert re.fullmatch(rf"loading {tmp_path}, listening at http://127\.0\.0\.1:\d+", loading)
+    assert error.startswith("error: ")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats standard error as a terminal
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
+    error = capsys.readouterr().err
+    assert "error: " in error
+    assert "listening at" not in error
     assert threading.active_count() == count

@@ -28,7 +28,13 @@ from vllm_module.runtime.outputs import EmbeddingRequestOutput, RequestOutput
 from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.sequence import Request
-from vllm_module.runtime.text.prompts import Prompt, Tokenization, prompt_text, token_ids
+from vllm_module.runtime.text.prompts import (
+    Prompt,
+    Tokenization,
+    as_prompts,
+    prompt_text,
+    token_ids,
+)
 from vllm_module.weights import Weight
 
 MAX_WAITING = 1024  # samples that may wait, beside those that a step computes
@@ -46,8 +52,9 @@ class AsyncLLM:
 
     Args:
         model: as for :class:`~vllm_module.LLM`, or an ``LLM``, which :meth:`close` closes.
-        max_waiting: most samples that are accepted beside the ``max_num_seqs`` of a step. More are
-            refused with :class:`~vllm_module.errors.EngineBusyError`.
+        max_waiting: most samples, or prompts to embed, that are accepted beside the
+            ``max_num_seqs`` of a step. More are refused with
+            :class:`~vllm_module.errors.EngineBusyError`.
         arguments: those of :class:`~vllm_module.LLM`.
 
     A task that is cancelled, or a generator that is closed or dropped, ends its request. Its pages
@@ -70,7 +77,7 @@ class AsyncLLM:
         self.max_requests = self.llm.engine.scheduler.max_num_seqs + max_waiting
         self._ids = itertools.count()
         self._lock = threading.Lock()  # several event loops may count
-        self._accepted = 0  # samples of calls that have not ended
+        self._accepted = 0  # samples and prompts to embed, of calls that have not ended
         if not self.llm.no_text:
             self.llm.engine.grammars.prepare()
         self._thread = EngineThread(self.llm)
@@ -322,8 +329,13 @@ class AsyncLLM:
     async def embed(
         self, prompts: Sequence[Prompt], **options: Any
     ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding of each prompt, as :meth:`~vllm_module.LLM.embed`."""
-        return await self.call(lambda llm: llm.embed(prompts, use_tqdm=False, **options))
+        """Return an embedding of each prompt, as :meth:`~vllm_module.LLM.embed`.
+
+        Each prompt counts as a sample. Raises ``EngineBusyError`` if too many wait.
+        """
+        given = as_prompts(prompts)
+        with self._accepting(len(given)):
+            return await self.call(lambda llm: llm.embed(given, use_tqdm=False, **options))
 
     async def check_health(self) -> None:
         """Raise if the engine has ended, for example because a rank did.

@@ -304,10 +304,11 @@ class LLM(
         """Return what was loaded and what memory it takes, as pairs of a name and a text."""
         if not hasattr(self, "model_config"):
             return [("state", "not loaded")]
-        worker, pool = self.executor.worker, self.engine.scheduler.pool
+        executor, pool = self.executor, self.engine.scheduler.pool
+        worker, stages = executor.worker, executor.stages
         weights = sum(each.nbytes for each in (*worker.model.parameters(), *worker.model.buffers()))
         dtype = str(self.source.dtype).removeprefix("torch.")
-        cache = "none"
+        cache, held = "none", weights + pool.num_pages * worker.page_bytes
         if pool.num_pages:
             cache = (
                 f"{pool.num_pages} pages of {pool.page_size} tokens, {self.engine.cache_tokens} in "
@@ -316,15 +317,18 @@ class LLM(
         if worker.state_bytes:
             states = worker.num_states * worker.state_bytes
             cache += f"; {worker.describe_states()}, {mebibytes(states)}"
+            held += states
+        plan = f"tensor parallel {executor.size // stages}, pipeline parallel {stages}"
         return [
             ("model", self.source.name),
             ("architecture", f"{self.source.config.architectures[0]}, {dtype}"),
             ("layers", str(self.source.config.num_hidden_layers)),
-            ("device", f"{worker.device}, ranks: {self.executor.size}"),
+            ("device", f"{worker.device}, ranks: {executor.size}"),
+            ("plan", f"{plan}: {mebibytes(held)} on rank {executor.rank}"),
             ("weights of a rank", mebibytes(weights)),
             ("cache of a rank", cache),
             ("sequences", f"at most {self.model_config.max_model_len} tokens"),
-            ("state", self.executor.end or self.engine.refusal or "ready"),
+            ("state", executor.end or self.engine.refusal or "ready"),
         ]
 
     @classmethod

@@ -105,33 +105,28 @@ class Conversation(Continuation):
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as templates know them; refuse roles and parts that are not supported.
+    """Return messages as templates know them; see :func:`checked_message`."""
+    return [checked_message(each, f"messages[{number}]") for number, each in enumerate(messages)]
 
-    A developer's message is a system message: most templates know no other.
+
+def checked_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a message, which a body has at ``where``, as templates know it.
+
+    A developer's message is a system message: most templates know no other. Raises ``ApiError`` for
+    roles and parts that are not supported.
     """
-    found = []
-    for number, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        where = f"messages[{number}]"
-        if role not in _ROLES:
-            names = ", ".join(_ROLES)
-            raise _refusal(f"{where}.role should be one of {names}, got {shorten(role)}")
-        if isinstance(content, list):
-            for at, part in enumerate(content):
-                kind = part.get("type") if isinstance(part, Mapping) else None
-                if kind not in _TEXTS:
-                    what = shorten(part) if kind is None else f"type {shorten(kind)}"
-                    raise _refusal(
-                        f"{where}.content[{at}] is not supported: only parts of text are, got "
-                        f"{what}"
-                    )
-        elif not isinstance(content, (str, type(None))):
-            raise _refusal(
-                f"{where}.content should be text or a list of parts, got {shorten(content)}"
-            )
-        found.append({**message, "role": "system" if role == "developer" else role})
-    return found
+    role, content = message.get("role"), message.get("content")
 
+    def refusal(what: str) -> ApiError:
+        return ApiError(400, f"{where}.{what}", where.partition("[")[0])
 
-def _refusal(message: str) -> ApiError:
-    return ApiError(400, message, "messages")
+    if role not in _ROLES:
+        raise refusal(f"role should be one of {', '.join(_ROLES)}, got {shorten(role)}")
+    if not isinstance(content, (str, list, type(None))):
+        raise refusal(f"content should be text or a list of parts, got {shorten(content)}")
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _TEXTS:
+            what = shorten(part) if kind is None else f"type {shorten(kind)}"
+            raise refusal(f"content[{at}] is not supported: only parts of text are, got {what}")
+    return {**message, "role": "system" if role == "developer" else role}

@@ -7,6 +7,15 @@ from typing import Any
 from vllm_module.base.messages import describe_error
 from vllm_module.errors import EngineBusyError, ModelNotReadyError
 
+# What errors of the engine say to callers in Python, and what clients of a server read instead.
+_IN_HTTP = {
+    "give truncate=True": "give truncate_prompt_tokens: -1",
+    "tokenization_kwargs should keep": "truncate_prompt_tokens should keep",
+    "LLM.embed returns": "/v1/embeddings returns",
+    "call generate, or load": "ask /v1/completions, or serve",
+    "are no embeddings: use classify or score": "are no embeddings",
+}
+
 
 class ApiError(Exception):
     """A request is refused or failed; ``param`` is the field at fault."""
@@ -35,17 +44,19 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ModelNotReadyError):
         return ApiError(503, str(error), code="not_ready")
     if isinstance(error, ValueError):
-        return ApiError(400, str(error))
+        return ApiError(400, in_http(str(error)))
     return ApiError(500, describe_error(error))
 
 
-def field_error(error: ValueError, names: dict[str, str] | None = None) -> ApiError:
-    """Return a refusal whose message begins with the name of a field, which becomes ``param``.
+def in_http(message: str) -> str:
+    """Return a message of the engine with the names of paths and fields for those of Python."""
+    for ours, theirs in _IN_HTTP.items():
+        message = message.replace(ours, theirs)
+    return message
 
-    ``names`` has the fields of the protocol for settings of ours that they become.
-    """
+
+def field_error(error: ValueError) -> ApiError:
+    """Return a refusal whose message begins with the name of a field, which becomes ``param``."""
     message = str(error).partition("\n")[0]
-    name, _, rest = message.partition(" ")
-    name = (names or {}).get(name, name)
-    param = name.partition("[")[0].rstrip(":")
-    return ApiError(400, f"{name} {rest}", param if param.isidentifier() else None)
+    name = message.partition(" ")[0].partition("[")[0].rstrip(":")
+    return ApiError(400, message, name if name.isidentifier() else None)

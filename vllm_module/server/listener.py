@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import socket
@@ -76,6 +77,11 @@ def _allow_files(count: int) -> int:
     return count
 
 
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Tell whether a record is of more than a request that a stop has ended."""
+    return not isinstance((record.exc_info or (None, None))[1], asyncio.CancelledError)
+
+
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
@@ -126,6 +132,7 @@ class Listener:
             timeout_graceful_shutdown=stop_seconds,
         )
         config.load()  # raises if the files of TLS cannot be read
+        logging.getLogger("uvicorn.error").addFilter(_is_fault)
         self._server = uvicorn.Server(config)
         self._socket = address.open()
         self.url = address.url(self._socket)

@@ -115,12 +115,8 @@ def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]
             result = block.get("content", "")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         elif kind not in ("thinking", "redacted_thinking"):  # which templates leave out of history
-            raise ApiError(
-                400,
-                f"{where}.content[{at}] is not supported: only text, calls and their results are, "
-                f"got type {shorten(kind)}",
-                "messages",
-            )
+            what = "is not supported: only text, calls and their results are, got type"
+            raise ApiError(400, f"{where}.content[{at}] {what} {shorten(kind)}", "messages")
     if texts or calls or not content:
         own: dict[str, Any] = {"role": role, "content": texts}
         yield {**own, "tool_calls": calls} if calls else own

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import Conversation
+from vllm_module.server.conversation import Conversation, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
@@ -101,7 +101,7 @@ def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
     """Yield the message that an item stands for; reasoning stands for none."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if isinstance(item, Mapping) and kind == "message":
-        yield {"role": item.get("role"), "content": item.get("content")}
+        yield checked_message({"role": item.get("role"), "content": item.get("content")}, where)
     elif isinstance(item, Mapping) and kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -109,12 +109,8 @@ def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
     elif isinstance(item, Mapping) and kind == "function_call_output":
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
     elif kind != "reasoning":
-        raise ApiError(
-            400,
-            f"{where} is not supported: only messages, function calls and their outputs are, got "
-            f"{shorten(item if kind is None else kind)}",
-            "input",
-        )
+        what = "is not supported: only messages, function calls and their outputs are, got"
+        raise ApiError(400, f"{where} {what} {shorten(item if kind is None else kind)}", "input")
 
 
 class _Answer:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from vllm_module.runtime.pooling_params import PoolingParams
 from vllm_module.server.conversation import checked_messages
-from vllm_module.server.errors import ApiError
+from vllm_module.server.errors import ApiError, in_http
 from vllm_module.server.protocol import ANY, Body, Listed, TemplateOptions
 from vllm_module.server.state import State
 
@@ -53,7 +53,7 @@ async def embeddings(state: State, body: EmbeddingBody) -> dict[str, Any]:
     data = []
     for number, output in enumerate(outputs):
         if output.error is not None:
-            raise ApiError(400, f"input {number}: {output.error}", "input")
+            raise ApiError(400, in_http(f"input {number}: {output.error}"), "input")
         vector: list[float] | str = output.outputs.embedding
         if body.encoding_format == "base64":
             packed = struct.pack(f"<{len(vector)}f", *output.outputs.embedding)

@@ -32,7 +32,7 @@ from vllm_module.cli.options import (
     Source,
     torch_device,
 )
-from vllm_module.cli.output import CommandError, announce, working
+from vllm_module.cli.output import CommandError, announce, console, working
 from vllm_module.cli.ranks import is_first_rank, under_torchrun
 from vllm_module.cli.server_options import ServedAdapterOptions, ServerOptions
 from vllm_module.cli.serving import serving
@@ -107,6 +107,8 @@ def serve(
     with ExitStack() as stack:
         if is_first_rank():
             listener, state = stack.enter_context(_listening(source, server))
+            if path is None and not console(stderr=True).is_terminal:  # which shows the progress
+                announce(f"loading {printable(source)}, listening at {listener.url}")
         loading = serving(
             source,
             ranks,
@@ -221,7 +223,9 @@ def _serve_by_several(
         app = partial(front_application, state)
         listener = stack.enter_context(_listening_with(app, options, files=2))
         stopped = Event()
-        with _stopping(stopped.set), working(f"loading {options.data_parallel_size} engines"):
+        engines = f"{printable(source)} by {options.data_parallel_size} engines"
+        loading = working(f"loading {engines}, listening at {listener.url}", lines=True)
+        with _stopping(stopped.set), loading:
             backends = Backends([sys.executable, "-c", START, *arguments], BACKEND, environments)
             stack.callback(backends.close)
             failed = backends.until_ready(stopped)
@@ -231,9 +235,7 @@ def _serve_by_several(
             raise CommandError(f"{failed} before it had loaded: see what it printed")
         stack.enter_context(_stopping(listener.stop))
         state.backends = backends
-        announce(
-            f"serving {printable(source)} by {options.data_parallel_size} engines at {listener.url}"
-        )
+        announce(f"serving {engines} at {listener.url}")
         listener.join()
 
 
