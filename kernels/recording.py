@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_LIBRARIES = "aten", "mkldnn"  # whose schemas say what is read and written
 _MASKS = torch.bool, torch.uint8
 _OF_DTYPES = {"result_type", "can_cast"}
 _READS = {"__array__", "__dlpack__", "item", "numpy", "storage", "tolist", "untyped_storage"}
@@ -125,7 +126,7 @@ class Recording:
         refused = any(tag in operation.tags for tag in _REFUSED) and (
             name != "aten::index.Tensor" or any(each.dtype in _MASKS for each in _tensors(args[1]))
         )
-        if not name.startswith("aten::") or refused:
+        if name.split("::")[0] not in _LIBRARIES or refused:
             raise NotRecordableError(f"{name} cannot be done again")
         if not all(each.is_cpu for each in (*used, *results)):
             raise NotRecordableError(f"{name} is not on the CPU")

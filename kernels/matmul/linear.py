@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from vllm_module.kernels.matmul.products import (
     seconds_of,
 )
 from vllm_module.kernels.operators import next_power_of_2
+from vllm_module.kernels.recording import Recording
 
 _LARGE = 1 << 21  # multiplications below which calling oneDNN gains nothing
 _LARGE_WEIGHT = 1 << 18  # numbers of a weight below which calling the loops gains nothing
@@ -82,30 +84,41 @@ def fastest_float_rows(
         seconds: function that runs its argument and returns the time it took; tests replace it.
 
     """
-    weights = itertools.cycle(torch.ones(_WEIGHTS, dtype=dtype, device="cpu"))
+    weights = list(torch.ones(_WEIGHTS, dtype=dtype, device="cpu"))
     faster = range(0)
-
-    def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        with products(chosen):
-            return linear(x, weight)
-
-    def loops(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        with products(chosen._replace(floats=range(len(x), len(x) + 1))):
-            return linear(x, weight)
-
     with torch.inference_mode():
         for rows in _TRIED_IN_LOOPS:
             x = torch.ones(rows, _WEIGHTS[-1], dtype=dtype, device="cpu")
+            in_loops = chosen._replace(floats=range(rows, rows + 1))
             try:
-                loops(x, next(weights))  # compiles
+                recorded = _recorded(x, weights, chosen), _recorded(x, weights, in_loops)
             except ImportError:
                 return faster
-            least, own = least_seconds((library, loops), x, weights, _ROUNDS, seconds)
+
+            def library(x: torch.Tensor, weight: torch.Tensor, recorded: Any = recorded) -> None:
+                recorded[0][weight.data_ptr()].again()
+
+            def loops(x: torch.Tensor, weight: torch.Tensor, recorded: Any = recorded) -> None:
+                recorded[1][weight.data_ptr()].again()
+
+            turns = itertools.cycle(weights)
+            least, own = least_seconds((library, loops), x, turns, _ROUNDS, seconds)
             if own < least:
                 faster = range(faster.start or rows, rows + 1)
             elif faster:
                 break
     return faster
+
+
+def _recorded(
+    x: torch.Tensor, weights: Iterable[torch.Tensor], chosen: Products
+) -> dict[int, Recording]:
+    """Return the product with each weight, as steps do it again, by the weight's address."""
+    recordings = {weight.data_ptr(): Recording([x, weight]) for weight in weights}
+    for weight in weights:
+        with products(chosen), recordings[weight.data_ptr()].running():
+            linear(x, weight)
+    return recordings
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
