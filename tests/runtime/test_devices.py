@@ -107,7 +107,7 @@ class StandIn:
 
 ENTRIES = {
     "load", "pages", "start", "run", "update_weights", "sleep", "wake_up", "close",
-    "weights_state", "reload_weights",
+    "weights_state", "reload_weights", "forget_steps",
 }  # fmt: skip
 
 

@@ -335,6 +335,7 @@ def test_a_worker_releases_states_when_it_closes(caching: bool | None, slots: in
     worker.model = Hybrid()
     worker.device, worker.cache_dtype, worker._shape = CPU, torch.float32, None
     worker.source = SimpleNamespace(dtype=torch.float32)  # type: ignore[assignment]
+    worker._all_ranks = 1
     worker.page_bytes, worker.state_bytes = 2**10, state_bytes(worker.model, torch.float32)
     for _ in range(2):
         worker.start(3, 3, 16)

@@ -264,9 +264,9 @@ class Executor(OwnCalls, WeightChanges, PipelineSteps, SharedExperts):
 
     def _do(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of this rank's worker, with its device current, in any thread."""
-        if name != "run":
-            self.worker.forget_steps()  # weights or caches may lie elsewhere after it
         with current(self._ranks.device):
+            if name != "run":
+                self.worker.forget_steps()  # weights or caches may lie elsewhere after it
             return getattr(self.worker, name)(*arguments, **options)
 
     def _everywhere(self, name: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
