@@ -196,9 +196,8 @@ def test_memory_is_bounded(
     folder, model = checkpoint()
 
     def kept(llm: LLM) -> dict[int, int]:
-        recorded = llm.executor.worker._recorded
-        assert recorded is not None
-        return {key[0]: each.nbytes for key, each in recorded._steps.items()}  # type: ignore[index]
+        runner: Any = llm.executor.worker.runner
+        return {key[0]: each.nbytes for key, each in runner._recorded._steps.items()}
 
     with LLM(folder, **OPTIONS) as llm:
         for count in (1, 3):

@@ -53,7 +53,7 @@ class ModelRunner:
         pipe: connects the model to the stages before and behind it, if it is one of a pipeline.
         own_tokens: the ranks of other engines that compute experts of this step's tokens, too. They
             pad steps to one number of tokens.
-        recorded: on a CPU, the recordings of steps that only decode.
+        records: whether steps that only decode are recorded, on a CPU.
 
     Raises ``UnsupportedModelError`` if the model has no ``compute_logits``, and, from the original
     error, if a model from outside fails.
@@ -70,7 +70,7 @@ class ModelRunner:
         adapters: AdapterRows | None = None,
         pipe: StagePipe | None = None,
         own_tokens: OwnTokens | None = None,
-        recorded: RecordedSteps | None = None,
+        records: bool = False,
     ) -> None:
         self._adapters = AdapterRows() if adapters is None else adapters
         self._pipe, self._own_tokens = pipe, own_tokens
@@ -96,7 +96,12 @@ class ModelRunner:
         self._slots = self._adapters.slots  # of a device
         self._layout = 0  # of the slots' memory, in the graphs of steps with adapters
         self._compiled = compiled
-        self._recorded = recorded
+        self._recorded = RecordedSteps(model, self._step_logits) if records else None
+
+    def forget_steps(self) -> None:
+        """Drop recorded steps, before memory that they read may change its place."""
+        if self._recorded is not None:
+            self._recorded.clear()
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
@@ -143,7 +148,7 @@ class ModelRunner:
             decodes_all = kind == _PLAIN and count and inputs.rows == list(range(count))
             if self._recorded is not None and decodes_all and not self._adapters.groups:
                 metadata = self._metadata(step, 1)
-                return self._recorded.logits(self._step_logits, step[0], step[1], metadata)
+                return self._recorded.logits(step[0], step[1], metadata)
             metadata = self._metadata(step, inputs.max_query_len, given, fresh)
             hidden = self._forward(step[0], step[1], metadata.laid_out())
         else:

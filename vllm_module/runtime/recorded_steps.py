@@ -40,11 +40,12 @@ class RecordedSteps:
 
     Args:
         model: the model, whose layers have their caches and states.
+        compute: returns the logits of a step from token ids, positions and metadata.
 
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, compute: Compute) -> None:
+        self._model, self._compute = model, compute
         weights = sum(each.nbytes for each in model.parameters())
         self._most_bytes = max(_LEAST_BYTES, weights // _SHARE)
         self._steps: dict[object, _RecordedStep] = {}
@@ -56,26 +57,21 @@ class RecordedSteps:
         self._most = sys.maxsize
 
     def logits(
-        self,
-        compute: Compute,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Return the logits ``[tokens, vocab]`` of a step; the next such step overwrites them.
 
         Args:
-            compute: returns them from the other arguments.
             ids, positions: of each token, ``[tokens]``.
             metadata: of the step, with block tables of all columns.
 
         """
         chosen = products_in_use.get()
         if not chosen.pages or len(ids) > self._most:
-            return compute(ids, positions, metadata.laid_out())
+            return self._compute(ids, positions, metadata.laid_out())
         key = len(ids), metadata.block_tables.shape, chosen, torch.get_num_threads()
-        step = self._steps.setdefault(key, _RecordedStep())
-        logits = step.logits(self._model, compute, ids, positions, metadata)
+        step = self._steps.setdefault(key, _RecordedStep(self._model, self._compute))
+        logits = step.logits(ids, positions, metadata)
         if step.met == _FIRST:
             self._drop_largest()
         if not step.gains:
@@ -96,8 +92,9 @@ class _RecordedStep:
 
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, compute: Compute) -> None:
         self.met, self.gains = 0, True
+        self._model, self._compute = model, compute
         self._given: list[torch.Tensor] = []  # what the recording reads of a step
         self._logits = torch.empty(0)  # what it writes
         self._recording: Recording | None = None
@@ -109,12 +106,7 @@ class _RecordedStep:
         return 0 if self._recording is None else self._recording.nbytes
 
     def logits(
-        self,
-        model: nn.Module,
-        compute: Compute,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         self.met += 1
         if self._recording is not None:
@@ -124,10 +116,10 @@ class _RecordedStep:
                 self._recording.again()
                 return self._logits
         elif self.met != _FIRST:
-            return compute(ids, positions, metadata.laid_out())
-        states = _States(model, metadata)
+            return self._compute(ids, positions, metadata.laid_out())
+        states = _States(self._model, metadata)
         before, begin = states.copied(), time.perf_counter()
-        expected = compute(ids, positions, metadata.laid_out())
+        expected = self._compute(ids, positions, metadata.laid_out())
         seconds, after = time.perf_counter() - begin, states.copied()
         try:
             states.put(before)
@@ -139,7 +131,7 @@ class _RecordedStep:
                     raise NotRecordableError("the model takes as little time")
                 self._holds = True
             else:
-                self._record(model, compute, ids, positions, metadata, states)
+                self._record(_numbers(ids, positions, metadata), metadata.query_start_loc, states)
             ours, theirs = (each.view(torch.uint8) for each in (self._logits, expected))
             if not torch.equal(ours, theirs):
                 raise NotRecordableError("it gave other bits than the model")
@@ -154,34 +146,28 @@ class _RecordedStep:
         _log.debug("steps of so many sequences are not recorded: %s", reason)
 
     def _record(
-        self,
-        model: nn.Module,
-        compute: Compute,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        states: _States,
+        self, numbers: tuple[torch.Tensor, ...], starts: torch.Tensor, states: _States
     ) -> None:
-        modules = list(model.modules())
+        modules = list(self._model.modules())
         if not all(map(is_plain, modules)):
             raise NotRecordableError("a hook would not be called")
-        self._given = [each.clone() for each in _numbers(ids, positions, metadata)]
+        self._given = [each.clone() for each in numbers]
         ids, positions, slots, tables, contexts, *others = self._given
-        starts = metadata.query_start_loc.clone()
+        starts = starts.clone()
         self._metadata = AttentionMetadata(
             slots, tables, contexts, starts, 1, state_slots=others[0] if others else None
         )
         object.__setattr__(self._metadata, "layout", DecodingLayout(tables, contexts))
         kept = [each.kv_cache for each in modules if isinstance(each, Attention)]
         caches = [cache for each in kept if each is not None for cache in each]
-        given = [*model.parameters(), *model.buffers(), *caches, *states.tensors]
+        given = [*self._model.parameters(), *self._model.buffers(), *caches, *states.tensors]
         recordings: list[Recording] = []  # memory of the first is kept until the second has its own
         before = states.copied()
         for _ in range(2):
             states.put(before)
             recordings.append(Recording([*given, *self._given, starts]))
             with recordings[-1].running():
-                self._logits = compute(ids, positions, self._metadata)
+                self._logits = self._compute(ids, positions, self._metadata)
         first, second = recordings
         if not second.constants.keys() <= first.constants.keys():
             raise NotRecordableError("it reads memory that no operation has made")

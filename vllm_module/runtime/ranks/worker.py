@@ -32,7 +32,6 @@ from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, described_result, embed
 from vllm_module.runtime.ranks.worker_experts import WorkerExperts
-from vllm_module.runtime.recorded_steps import RecordedSteps
 from vllm_module.runtime.sampling.sampler import warm_up
 from vllm_module.runtime.step_inputs import StepInputs
 from vllm_module.runtime.warm_up import MOST_TOKENS, largest_steps, warm_up_steps
@@ -92,7 +91,6 @@ class Worker(WorkerExperts):
     own_tokens: OwnTokens | None = None
     of_other_stages: Sequence[SequenceMemory] = ()
     _pipe: StagePipe | None = None
-    _recorded: RecordedSteps | None = None
 
     def __init__(
         self,
@@ -270,12 +268,11 @@ class Worker(WorkerExperts):
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
         # Ranks meet outside of torch's operations, and a step that is computed twice to record it
         # would count experts twice.
-        plain = not (config.enable_eplb or config.enforce_eager or compiled)
-        if self.device.type == "cpu" and self._all_ranks == 1 and plain:
-            self._recorded = RecordedSteps(self.model)
+        once = config.enable_eplb or config.enforce_eager or compiled
+        records = self.device.type == "cpu" and self._all_ranks == 1 and not once
         self.runner = ModelRunner(
             self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows,
-            self._pipe, self.own_tokens, self._recorded,
+            self._pipe, self.own_tokens, records,
         )  # fmt: skip
         if on_gpu and self._shape is None:  # kernels stay compiled while the engine sleeps
             begin = time.monotonic()
@@ -331,8 +328,8 @@ class Worker(WorkerExperts):
 
     def forget_steps(self) -> None:
         """Drop recorded steps, before memory that they read may change its place."""
-        if self._recorded is not None:
-            self._recorded.clear()
+        if self.runner is not None:
+            self.runner.forget_steps()
 
     def expect(self, tokens: int) -> None:
         """Begin to receive what the stage before computes of a later step."""
