@@ -17,7 +17,6 @@ import numpy as np
 from vllm_module.kernels.matmul.torch_threads import (
     compiled,
     numbers,
-    pointer,
     thread,
     threads,
 )
@@ -113,7 +112,6 @@ def compiled_attention(bfloat16: bool) -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
     stored, size = (np.uint16, 2) if bfloat16 else (np.float32, 4)
@@ -125,16 +123,16 @@ def compiled_attention(bfloat16: bool) -> Any:
 
     def attend(argument: Any) -> None:
         assert written
-        at = carray(argument, 27)
+        at = numbers(argument, np.int64, (27,))
         narrow = at[26]
         bytes_of_one = 2 if narrow else 4
         query_token, query_head = at[1], at[2]
         sequences, heads, kv_heads, columns = at[15], at[17], at[18], at[19]
         page_size, window = at[20], at[21]
-        contexts = carray(pointer(at[13], np.int32), (sequences,))
-        rows = carray(pointer(at[14], np.int64), (sequences,))
-        slopes = carray(pointer(at[22], np.float32), (heads if at[22] else 0,))
-        sinks = carray(pointer(at[23], np.float32), (heads if at[23] else 0,))
+        contexts = numbers(at[13], np.int32, (sequences,))
+        rows = numbers(at[14], np.int64, (sequences,))
+        slopes = numbers(at[22], np.float32, (heads if at[22] else 0,))
+        sinks = numbers(at[23], np.float32, (heads if at[23] else 0,))
         scale = np.float32(np.int64(at[24]).view(np.float64))
         cap = np.float32(np.int64(at[25]).view(np.float64))
         group, longest = heads // kv_heads, np.int64(0)
@@ -151,7 +149,7 @@ def compiled_attention(bfloat16: bool) -> Any:
             begin += high - low
             context, row = np.int64(contexts[sequence]), rows[sequence]
             first = max(np.int64(0), context - window) if window else np.int64(0)
-            table = carray(pointer(at[11] + 4 * sequence * at[12], np.int32), (at[12],))
+            table = numbers(at[11] + 4 * sequence * at[12], np.int32, (at[12],))
             for head in range(low * group, high * group):
                 place = at[0] + bytes_of_one * (row * query_token + head * query_head)
                 load(place, narrow, query[head])
@@ -161,7 +159,7 @@ def compiled_attention(bfloat16: bool) -> Any:
                 for kv_head in range(low, high):
                     own = slice(kv_head * group, (kv_head + 1) * group)
                     address = at[3] + size * (place + kv_head * at[6])
-                    key = carray(pointer(address, stored), (columns,))
+                    key = numbers(address, stored, (columns,))
                     if bfloat16:
                         _wide(key, wide)
                     read = wide if bfloat16 else key
@@ -177,7 +175,7 @@ def compiled_attention(bfloat16: bool) -> Any:
                 for kv_head in range(low, high):
                     own = slice(kv_head * group, (kv_head + 1) * group)
                     address = at[7] + size * (place + kv_head * at[10])
-                    value = carray(pointer(address, stored), (columns,))
+                    value = numbers(address, stored, (columns,))
                     if bfloat16:
                         _wide(value, wide)
                     read = wide if bfloat16 else value
@@ -205,7 +203,6 @@ def compiled_rotation() -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
     for function in (*USED, _norm, _normalize, _rotate):
@@ -214,7 +211,7 @@ def compiled_rotation() -> Any:
 
     def rotate(argument: Any) -> None:
         assert written
-        at = carray(argument, 36)
+        at = numbers(argument, np.int64, (36,))
         columns, pairs, step, apart, page_size = at[12], at[17], at[18], at[19], at[28]
         eps = np.float32(np.int64(at[33]).view(np.float64))
         offset = np.float32(np.int64(at[34]).view(np.float64))

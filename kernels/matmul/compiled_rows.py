@@ -20,7 +20,7 @@ import torch
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes, compiled_floats
 from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
-from vllm_module.kernels.matmul.torch_threads import compiled, numbers, pointer, thread, threads
+from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
 from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
 
 # What the loops are given, in this order; see code_rows.CodeRows. Of rows the kind says the dtype.
@@ -117,7 +117,6 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
     down, planes = kind == DOWN, PLANES.get(kind, 1)
@@ -133,7 +132,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
 
     def multiply(argument: Any) -> None:
         assert written  # numba's cache tells loops apart by this file and such numbers alone
-        at = carray(argument, 26)
+        at = numbers(argument, np.int64, (26,))
         zero, x_narrow, y_narrow, order = np.float32(at[0]), at[23], at[24], at[25]
         inputs = numbers(order, np.int64, (at[3] if order else 0,))
         read = np.empty((at[2] if x_narrow or order else 0, at[3]), np.float32)
@@ -143,12 +142,12 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
             for column in range(at[3]):
                 read[row, column] = given[inputs[column] if order else column]
         x = read if len(read) else numbers(at[1], np.float32, (at[2], at[3]))
-        rows = carray(pointer(at[4], stored), (at[5], at[6], at[7]))
-        scales = carray(pointer(at[8], np.float32), (at[9], at[10]))
-        zeros = carray(pointer(at[11], np.uint8), (at[12], at[13]))
-        table = carray(pointer(at[14], np.float32), (at[15],))
-        place = carray(pointer(at[16], np.int64), (at[17],))
-        starts = carray(pointer(at[18], np.int64), (at[19],))
+        rows = numbers(at[4], stored, (at[5], at[6], at[7]))
+        scales = numbers(at[8], np.float32, (at[9], at[10]))
+        zeros = numbers(at[11], np.uint8, (at[12], at[13]))
+        table = numbers(at[14], np.float32, (at[15],))
+        place = numbers(at[16], np.int64, (at[17],))
+        starts = numbers(at[18], np.int64, (at[19],))
         products = np.empty((at[21] if y_narrow else 0, at[22]), np.float32)
         y = products if y_narrow else numbers(at[20], np.float32, (at[21], at[22]))
         groups, columns = rows.shape[1], x.shape[1]

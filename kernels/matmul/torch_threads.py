@@ -38,11 +38,6 @@ def threads() -> Any:
     raise NotImplementedError
 
 
-def pointer(address: Any, dtype: Any) -> Any:
-    """Return an integer as the address of numbers, in what numba compiles."""
-    raise NotImplementedError
-
-
 def numbers(address: Any, dtype: Any, shape: Any) -> Any:
     """Return numbers at an address as an array, in what numba compiles."""
     raise NotImplementedError
@@ -62,7 +57,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def tell_numba() -> None:
-    """Tell numba what :func:`thread`, :func:`threads`, :func:`pointer` and :func:`numbers` are.
+    """Tell numba what :func:`thread`, :func:`threads` and :func:`numbers` are.
 
     They are functions of a module because numba finds what it has kept by the names of such. Other
     objects that it can call have another name in each process.
@@ -92,7 +87,6 @@ def tell_numba() -> None:
     own, of_all = external(_THREAD), external(_THREADS)
     overload(thread)(lambda: lambda: own())
     overload(threads)(lambda: lambda: of_all())
-    overload(pointer)(lambda address, dtype: lambda address, dtype: casting(address, dtype))
     overload(numbers)(
         lambda address, dtype, shape: (
             lambda address, dtype, shape: carray(casting(address, dtype), shape)
@@ -101,7 +95,7 @@ def tell_numba() -> None:
 
 
 def compiled(function: Any) -> Any:
-    """Return a function of an address, compiled by numba as one of C.
+    """Return a function of an address, an integer, compiled by numba as one of C.
 
     The first call on a machine compiles for some seconds; numba keeps the result in its cache, as
     long as the file of ``function`` does not change.
@@ -115,7 +109,7 @@ def compiled(function: Any) -> Any:
 
     tell_numba()
     try:
-        return cfunc(types.void(types.CPointer(types.int64)), cache=True, **_OPTIONS)(function)
+        return cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function)
     except RuntimeError as error:
         if "no locator available" not in str(error):
             raise

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_module.kernels.matmul.torch_threads import compiled, thread, threads
+from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
 from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, rounded, store
 
 
@@ -54,7 +54,6 @@ def compiled_norm() -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
     for function in USED:
@@ -63,7 +62,7 @@ def compiled_norm() -> Any:
 
     def normalize(argument: Any) -> None:
         assert written
-        at = carray(argument, (10,))
+        at = numbers(argument, np.int64, (10,))
         rows, columns, narrow = at[0], at[1], at[9]
         eps = np.float32(np.int64(at[7]).view(np.float64))
         offset = np.float32(np.int64(at[8]).view(np.float64))
@@ -107,7 +106,6 @@ def compiled_activation(tanh: bool) -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    from numba import carray  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import register_jitable
 
     for function in (*USED, _exp):
@@ -117,7 +115,7 @@ def compiled_activation(tanh: bool) -> Any:
 
     def gate(argument: Any) -> None:
         assert written
-        at = carray(argument, (5,))
+        at = numbers(argument, np.int64, (5,))
         rows, columns, narrow = at[0], at[1], at[4]
         size = 2 if narrow else 4
         begin = columns * thread() // threads()

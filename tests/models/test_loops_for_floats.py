@@ -41,8 +41,8 @@ def test_tokens_are_those_of_transformers(
     chosen = Products(floats=range(1, 9), pages=True)
     monkeypatch.setattr(executor, "fastest_for", lambda *_, **__: chosen)
     monkeypatch.setattr(code_rows_matmul, "_multiply", counted)
-    monkeypatch.setattr(Recording, "again", counted_again)
-    monkeypatch.setattr(recorded_steps, "_GAIN", 0)
+    monkeypatch.setattr(Recording, "again", counted_again)  # to see that steps were recorded
+    monkeypatch.setattr(recorded_steps, "_GAIN", 0)  # a busy machine has strange clocks
     prompts = [{"prompt_token_ids": ids} for ids in checkpoint.reference.prompts]
     asked = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 128}

@@ -162,7 +162,7 @@ def come(port: int, rank: int, size: int, **options: Any) -> Any:
 @pytest.mark.parametrize("now", [*product(["own", "", "another"], repeat=3)])
 def test_all_are_marked_or_none(now: tuple[str, ...]) -> None:
     """Between two looks at them, any may have left or have been replaced; then all may leave."""
-    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs lack it
     words = [f"own {rank}" for rank in range(3)]
     there = [each and f"{each} {rank}" for rank, each in enumerate(now)]
     for rank, word in enumerate(there):
