@@ -56,7 +56,7 @@ def _float16_values(
 
 
 def _float32_product(
-    rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any
+    rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any, sums: Any
 ) -> Any:
     product = np.float32(0)
     for at in range(rows.shape[2]):
@@ -65,7 +65,7 @@ def _float32_product(
 
 
 def _bfloat16_product(
-    rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any
+    rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any, sums: Any
 ) -> Any:
     product = np.float32(0)
     for at in range(rows.shape[2]):
@@ -74,7 +74,7 @@ def _bfloat16_product(
 
 
 def _float16_product(
-    rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any
+    rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, x: Any, sums: Any
 ) -> Any:
     product = np.float32(0)
     for at in range(rows.shape[2]):

@@ -4,8 +4,9 @@ This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.
 
 Four or eight rows of the weight are read as float32 into memory that stays in the cache, and
 multiplied by all rows of the input. If that is one row, the kinds used most are multiplied without
-writing their values. Loops have lengths that the compiler does not know, because it unrolls those
-that it knows instead of computing eight numbers at once.
+writing their values, those of fewer bits sixteen at once
+(:mod:`~vllm_module.kernels.rows.compiled_vectors`). Other loops have lengths that the compiler does
+not know, because it unrolls those that it knows instead of computing eight numbers at once.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import numpy as np
 import torch
 
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes, compiled_floats
-from vllm_module.kernels.matmul.compiled_codes import DOWN, PLANES
+from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, PLANES
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
 from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
 from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
+from vllm_module.kernels.rows.compiled_vectors import WRITTEN as VECTORS_WRITTEN
+from vllm_module.kernels.rows.compiled_vectors import tell_numba_of_vectors
 
 # What the loops are given, in this order; see code_rows.CodeRows. Of rows the kind says the dtype.
 ARGUMENTS = {
@@ -86,6 +89,10 @@ def _products(x: Any, values: Any, n: Any, y: Any) -> None:
         row += 1
 
 
+def _no_sums(x: Any, sums: Any) -> None:
+    """Write no sums of inputs: most kinds need none."""
+
+
 _KINDS = compiled_codes, compiled_blocks, compiled_floats
 _VALUES = {kind: write for module in _KINDS for kind, write in module.VALUES.items()}
 _PRODUCTS = {kind: product for module in _KINDS for kind, product in module.PRODUCTS.items()}
@@ -119,15 +126,18 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     """
     from numba.extending import register_jitable
 
+    tell_numba_of_vectors()
     down, planes = kind == DOWN, PLANES.get(kind, 1)
     alone = kind in _PRODUCTS and not ordered  # one row is multiplied without writing values
+    sum_up = compiled_blocks.SUMS.get(kind, _no_sums)
+    sixteens = kind == CODES[4]  # its product takes groups of whole sixteens of bytes
     write, product = _VALUES[kind], _PRODUCTS.get(kind, compiled_codes.PRODUCTS[0])
     together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
     _, stored = STORED.get(kind, BYTES)
     written = _written()
     for function in (*USED, *(function for module in _KINDS for function in module.USED)):
         register_jitable(function)
-    for inlined in (write, product, _by_group, _products):
+    for inlined in (write, product, sum_up, _by_group, _products):
         register_jitable(inline="always")(inlined)  # a call takes as long as a row
 
     def multiply(argument: Any) -> None:
@@ -157,13 +167,17 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         out = values.reshape(together, planes, groups, size)
         codes = np.empty((planes, groups, size), np.float32)
         only = x.reshape(len(x), planes, groups, size)[0]
+        single = alone and len(x) == 1 and not (sixteens and size % 16)
+        sums = np.zeros((groups, 16), np.float32)
+        if single:
+            sum_up(only, sums)
         parts = (outputs + _AT_ONCE - 1) // _AT_ONCE
         begin = parts * thread() // threads() * _AT_ONCE
         end = min(parts * (thread() + 1) // threads() * _AT_ONCE, outputs)
         for first in range(begin, end, together):
             for n in range(first, min(first + together, end)):
-                if alone and len(x) == 1:
-                    y[0, n] = product(rows, n, scales, zeros, zero, table, only)
+                if single:
+                    y[0, n] = product(rows, n, scales, zeros, zero, table, only, sums)
                 elif ordered:
                     write(rows, n, one, none, np.float32(0), table, 0, shift, codes)
                     own, flat = values[n - first], codes.reshape(columns)
@@ -173,7 +187,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
                         shift = np.uint32(4 * place[n - first])
                     own = out[n - first]
                     write(rows, n // each, scales, zeros, zero, table, n, shift, own)
-            if not (alone and len(x) == 1):
+            if not single:
                 for n in range(0, together, 4):
                     _products(x, values[n : n + 4], first + n, y)
         for row in range(len(products)):
@@ -186,4 +200,4 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
 def _written() -> int:
     """Return a number that changes with the text of the modules whose functions are inlined."""
     text = [Path(str(module.__file__)).read_bytes() for module in _KINDS]
-    return zlib.crc32(b"".join(text), WRITTEN) or 1
+    return zlib.crc32(b"".join(text), WRITTEN ^ VECTORS_WRITTEN) or 1

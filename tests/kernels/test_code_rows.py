@@ -157,6 +157,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "fp8 by block": lambda: scaled(torch.float8_e4m3fn, (16, 128)),
     "int4": lambda: packed(4, 128),
     "int4, one group": lambda: packed(4, INPUT),
+    "int4, groups of 64": lambda: packed(4, 64, zeros=True),
+    "int4, groups of 8": lambda: packed(4, 8, zeros=True),
     "int4, groups of 32 with zeros": lambda: packed(4, 32, zeros=True),
     "int4 in another order": lambda: packed(4, 64, AWQ, zeros=True),
     "nf4": lambda: packed(4, 64, (1, 0), table=True, dtype=torch.uint8),
