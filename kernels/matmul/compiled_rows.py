@@ -19,12 +19,20 @@ import numpy as np
 import torch
 
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes, compiled_floats
-from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, PLANES
+from vllm_module.kernels.matmul.compiled_codes import CODES, INT8, DOWN, PLANES
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
 from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
 from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
 from vllm_module.kernels.rows.compiled_vectors import WRITTEN as VECTORS_WRITTEN
-from vllm_module.kernels.rows.compiled_vectors import tell_numba_of_vectors
+from vllm_module.kernels.rows.compiled_vectors import (
+    added,
+    floats,
+    has_bfloat16,
+    prefetch,
+    spread,
+    tell_numba_of_vectors,
+    write_totals,
+)
 
 # What the loops are given, in this order; see code_rows.CodeRows. Of rows the kind says the dtype.
 ARGUMENTS = {
@@ -56,37 +64,68 @@ def _by_group(
             written[at] = (codes[own[at]] - less) * scale
 
 
-def _products(x: Any, values: Any, n: Any, y: Any) -> None:
-    """Multiply rows of ``x`` by four rows of the weight, the outputs ``n`` to ``n + 3``.
+def _products(
+    x: Any, values: Any, at: Any, tiles: Any, count: Any, y: Any, n: Any, following: Any, lines: Any
+) -> None:
+    """Multiply rows of ``x`` by four or eight rows of the weight, the outputs from ``n`` on.
 
-    Four rows are multiplied at once: their sixteen sums stay in registers.
+    Four rows are multiplied by four at once: their sixteen sums stay in registers.
+
+    Args:
+        x, y: the inputs, float32 or bits of bfloat16, and the results.
+        values, at: of the same dtype, and the place of the first row, as wide as ``x``.
+        tiles: how many times four rows there are.
+        count: how many numbers are multiplied at once.
+        following, lines: address of what is read next, and how many lines of a cache it has for
+            each of ``count`` numbers of four rows. They are read into the cache on the way.
+
     """
-    zero, row = np.float32(0), 0
-    while row + 4 <= x.shape[0]:
-        a0, a1, a2, a3 = zero, zero, zero, zero
-        b0, b1, b2, b3 = zero, zero, zero, zero
-        c0, c1, c2, c3 = zero, zero, zero, zero
-        d0, d1, d2, d3 = zero, zero, zero, zero
-        for at in range(x.shape[1]):
-            v0, v1, v2, v3 = values[0, at], values[1, at], values[2, at], values[3, at]
-            a, b, c, d = x[row, at], x[row + 1, at], x[row + 2, at], x[row + 3, at]
-            a0, a1, a2, a3 = a0 + a * v0, a1 + a * v1, a2 + a * v2, a3 + a * v3
-            b0, b1, b2, b3 = b0 + b * v0, b1 + b * v1, b2 + b * v2, b3 + b * v3
-            c0, c1, c2, c3 = c0 + c * v0, c1 + c * v1, c2 + c * v2, c3 + c * v3
-            d0, d1, d2, d3 = d0 + d * v0, d1 + d * v1, d2 + d * v2, d3 + d * v3
-        y[row, n], y[row, n + 1], y[row, n + 2], y[row, n + 3] = a0, a1, a2, a3
-        y[row + 1, n], y[row + 1, n + 1], y[row + 1, n + 2], y[row + 1, n + 3] = b0, b1, b2, b3
-        y[row + 2, n], y[row + 2, n + 1], y[row + 2, n + 2], y[row + 2, n + 3] = c0, c1, c2, c3
-        y[row + 3, n], y[row + 3, n + 1], y[row + 3, n + 2], y[row + 3, n + 3] = d0, d1, d2, d3
-        row += 4
-    while row < x.shape[0]:
-        a0, a1, a2, a3 = zero, zero, zero, zero
-        for at in range(x.shape[1]):
-            a = x[row, at]
-            a0, a1 = a0 + a * values[0, at], a1 + a * values[1, at]
-            a2, a3 = a2 + a * values[2, at], a3 + a * values[3, at]
-        y[row, n], y[row, n + 1], y[row, n + 2], y[row, n + 3] = a0, a1, a2, a3
-        row += 1
+    zero, width, of = np.float32(0), x.shape[1], y.shape[1]
+    for row in range(0, len(x) - 3, 4):
+        a, b, c, d = row * width, (row + 1) * width, (row + 2) * width, (row + 3) * width
+        for tile in range(tiles):
+            first, to = at + 4 * tile * width, n + 4 * tile
+            a0, a1, a2, a3 = spread(zero), spread(zero), spread(zero), spread(zero)
+            b0, b1, b2, b3 = spread(zero), spread(zero), spread(zero), spread(zero)
+            c0, c1, c2, c3 = spread(zero), spread(zero), spread(zero), spread(zero)
+            d0, d1, d2, d3 = spread(zero), spread(zero), spread(zero), spread(zero)
+            for k in range(0, width, count):
+                if not row:
+                    for line in range(lines):
+                        prefetch(following + 64 * ((tile * width + k) // count * lines + line))
+                v0, v1 = floats(values, first + k), floats(values, first + width + k)
+                v2 = floats(values, first + 2 * width + k)
+                v3 = floats(values, first + 3 * width + k)
+                own = floats(x, a + k)
+                a0, a1 = added(a0, own, v0), added(a1, own, v1)
+                a2, a3 = added(a2, own, v2), added(a3, own, v3)
+                own = floats(x, b + k)
+                b0, b1 = added(b0, own, v0), added(b1, own, v1)
+                b2, b3 = added(b2, own, v2), added(b3, own, v3)
+                own = floats(x, c + k)
+                c0, c1 = added(c0, own, v0), added(c1, own, v1)
+                c2, c3 = added(c2, own, v2), added(c3, own, v3)
+                own = floats(x, d + k)
+                d0, d1 = added(d0, own, v0), added(d1, own, v1)
+                d2, d3 = added(d2, own, v2), added(d3, own, v3)
+            write_totals(y, row * of + to, a0, a1, a2, a3)
+            write_totals(y, (row + 1) * of + to, b0, b1, b2, b3)
+            write_totals(y, (row + 2) * of + to, c0, c1, c2, c3)
+            write_totals(y, (row + 3) * of + to, d0, d1, d2, d3)
+    for row in range(len(x) - len(x) % 4, len(x)):
+        for tile in range(tiles):
+            first, to = at + 4 * tile * width, n + 4 * tile
+            a0, a1, a2, a3 = spread(zero), spread(zero), spread(zero), spread(zero)
+            for k in range(0, width, count):
+                if not row:
+                    for line in range(lines):
+                        prefetch(following + 64 * ((tile * width + k) // count * lines + line))
+                own, place = floats(x, row * width + k), first + k
+                a0 = added(a0, own, floats(values, place))
+                a1 = added(a1, own, floats(values, place + width))
+                a2 = added(a2, own, floats(values, place + 2 * width))
+                a3 = added(a3, own, floats(values, place + 3 * width))
+            write_totals(y, row * of + to, a0, a1, a2, a3)
 
 
 def _no_sums(x: Any, sums: Any) -> None:
@@ -132,8 +171,11 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     sum_up = compiled_blocks.SUMS.get(kind, _no_sums)
     sixteens = kind == CODES[4]  # its product takes groups of whole sixteens of bytes
     write, product = _VALUES[kind], _PRODUCTS.get(kind, compiled_codes.PRODUCTS[0])
-    together, each = (8, 8) if down else (4, 1)  # outputs of a step, and of a row in memory
-    _, stored = STORED.get(kind, BYTES)
+    each = 8 if down else 1  # outputs of a row in memory
+    dtype, stored = STORED.get(kind, BYTES)
+    pairs, itemsize = kind == BFLOAT16 and has_bfloat16(), dtype.itemsize
+    direct, count = kind == FLOAT32 or pairs, 32 if pairs else 16  # as stored, so many at once
+    lines = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}.get(kind, 1)
     written = _written()
     for function in (*USED, *(function for module in _KINDS for function in module.USED)):
         register_jitable(function)
@@ -163,18 +205,36 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         groups, columns = rows.shape[1], x.shape[1]
         outputs, size = rows.shape[0] * each, columns // (planes * groups)
         one, none, shift = np.ones((1, 1), np.float32), zeros[:1, :0], np.uint32(0)
-        values = np.empty((together, columns), np.float32)
-        out = values.reshape(together, planes, groups, size)
         codes = np.empty((planes, groups, size), np.float32)
         only = x.reshape(len(x), planes, groups, size)[0]
         single = alone and len(x) == 1 and not (sixteens and size % 16)
         sums = np.zeros((groups, 16), np.float32)
         if single:
             sum_up(only, sums)
+        width = (columns + 15) // 16 * 16
+        padded = np.zeros((0 if single or width == columns else len(x), width), np.float32)
+        for row in range(len(padded)):
+            padded[row, :columns] = x[row]
+        given_rows = padded if len(padded) else x
+        # For more rows, some stay in the nearest cache while eight outputs are computed, not four.
+        together = 8 if down or len(x) > 8 else 4
+        values, tiles = np.zeros((together, width), np.float32), together // 4
+        step = rows.shape[1] * rows.shape[2] * itemsize * together // each  # bytes, of all outputs
+        if pairs:
+            stored_rows = numbers(at[1], np.uint16, (at[2], at[3]))
+        else:
+            stored_rows = x
+        as_stored = direct and not single and columns % count == 0 and (x_narrow or not pairs)
         parts = (outputs + _AT_ONCE - 1) // _AT_ONCE
         begin = parts * thread() // threads() * _AT_ONCE
         end = min(parts * (thread() + 1) // threads() * _AT_ONCE, outputs)
         for first in range(begin, end, together):
+            following = at[4] + (first // together + 1) * step
+            if direct:
+                if as_stored and first + together <= outputs:
+                    own = first * columns
+                    _products(stored_rows, rows, own, tiles, count, y, first, following, 4)
+                    continue
             for n in range(first, min(first + together, end)):
                 if single:
                     y[0, n] = product(rows, n, scales, zeros, zero, table, only, sums)
@@ -185,11 +245,10 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
                 else:
                     if down:
                         shift = np.uint32(4 * place[n - first])
-                    own = out[n - first]
+                    own = values[n - first, :columns].reshape(planes, groups, size)
                     write(rows, n // each, scales, zeros, zero, table, n, shift, own)
             if not single:
-                for n in range(0, together, 4):
-                    _products(x, values[n : n + 4], first + n, y)
+                _products(given_rows, values, 0, tiles, 16, y, first, following, lines)
         for row in range(len(products)):
             if begin < end:  # some outputs behind the last one are padding
                 store(products[row, begin:end], at[20] + 2 * (row * at[22] + begin), True)

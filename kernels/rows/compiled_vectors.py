@@ -27,7 +27,18 @@ def spread(value: Any) -> Any:
 
 
 def floats(array: Any, at: Any) -> Any:
-    """Return sixteen numbers of a contiguous float32 array, flat, from its number ``at`` on."""
+    """Return sixteen numbers of a contiguous float32 array, flat, from its number ``at`` on.
+
+    Of a uint16 array, which has the bits of bfloat16, they are 32, for :func:`added`.
+    """
+    raise NotImplementedError
+
+
+def added(sums: Any, a: Any, b: Any) -> Any:
+    """Return sixteen sums plus sixteen products, or plus two products each of 32 bfloat16.
+
+    Of bfloat16 only where :func:`has_bfloat16`. Sums are float32; subnormal numbers are zero.
+    """
     raise NotImplementedError
 
 
@@ -66,6 +77,25 @@ def total(of: Any) -> Any:
     raise NotImplementedError
 
 
+def write_totals(array: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Write the sums of four times sixteen float32 to a contiguous array, from ``at`` on."""
+    raise NotImplementedError
+
+
+def prefetch(address: Any) -> None:
+    """Have the processor read 64 bytes into its cache; the address may be anywhere."""
+    raise NotImplementedError
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16, and this LLVM names that as below."""
+    from llvmlite import binding
+
+    known = binding.llvm_version_info >= (20,)
+    return known and bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
 @functools.cache
 def tell_numba_of_vectors() -> None:
     """Tell numba what the functions above are. Raises ``ImportError`` without it."""
@@ -75,11 +105,25 @@ def tell_numba_of_vectors() -> None:
     from numba.extending import lower_builtin, models, register_model
 
     byte, integer, real = ir.IntType(8), ir.IntType(32), ir.FloatType()
-    vector = functools.partial(ir.VectorType, count=_COUNT)
 
-    def kind(name: str, of: Any) -> Any:
+    class Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types; and not this one
+        def _to_string(self) -> str:
+            return "bfloat"
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Bfloat)
+
+        def __hash__(self) -> int:
+            return hash(Bfloat)
+
+    def vector(of: Any, count: int = _COUNT) -> Any:
+        return ir.VectorType(of, count)
+
+    def kind(name: str, of: Any, count: int = _COUNT) -> Any:
         own: Any = type(name, (types.Type,), {})
-        register_model(own)(lambda manager, it: models.PrimitiveModel(manager, it, vector(of)))
+        register_model(own)(
+            lambda manager, it: models.PrimitiveModel(manager, it, vector(of, count))
+        )
         return own(name)
 
     def tell(function: Any, result: Any, given: tuple[Any, ...], generate: Any) -> None:
@@ -108,6 +152,10 @@ def tell_numba_of_vectors() -> None:
         address = builder.gep(data, [at])
         own = vector(address.type.pointee)
         return builder.load(builder.bitcast(address, own.as_pointer()), align=1)
+
+    def pairs_at(builder: Any, data: Any, at: Any) -> Any:
+        own = vector(Bfloat(), 2 * _COUNT)
+        return builder.load(builder.bitcast(builder.gep(data, [at]), own.as_pointer()), align=2)
 
     def codes_at(builder: Any, data: Any, at: Any) -> Any:
         return builder.zext(loaded(builder, data, at), vector(integer))
@@ -143,8 +191,60 @@ def tell_numba_of_vectors() -> None:
             of = builder.fadd(of, moved)
         return builder.extract_element(of, integer(0))
 
+    def products_added(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+        return builder.fadd(sums, builder.fmul(a, b))
+
+    def pairs_added(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        kind = ir.FunctionType(sums.type, (sums.type, a.type, b.type))
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(function, (sums, a, b))
+
+    def shuffled(builder: Any, a: Any, b: Any, numbers: Any) -> Any:
+        """Return two and two of each four of ``a`` and of ``b``, by their numbers in eight."""
+        own = [
+            4 * (at // 4) + (each if each < 4 else each - 4 + _COUNT)
+            for at in range(0, _COUNT, 4)
+            for each in numbers
+        ]
+        return builder.shuffle_vector(a, b, ir.Constant(vector(integer), own))
+
+    def both_added(builder: Any, a: Any, b: Any, numbers: Any) -> Any:
+        first, second = (shuffled(builder, a, b, each) for each in numbers)
+        return builder.fadd(first, second)
+
+    def totals_written(builder: Any, data: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        halves = ((0, 4, 1, 5), (2, 6, 3, 7))
+        left, right = both_added(builder, a, b, halves), both_added(builder, c, d, halves)
+        of = both_added(builder, left, right, ((0, 1, 4, 5), (2, 3, 6, 7)))
+        count = _COUNT
+        while (count := count // 2) >= 4:
+            parts = [
+                ir.Constant(ir.VectorType(integer, count), [*range(first, first + count)])
+                for first in (0, count)
+            ]
+            of = builder.fadd(*(builder.shuffle_vector(of, of, part) for part in parts))
+        address = builder.bitcast(builder.gep(data, [at]), of.type.as_pointer())
+        builder.store(of, address, align=4)
+        return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+    def prefetched(builder: Any, address: Any) -> Any:
+        pointer, name = byte.as_pointer(), "llvm.prefetch.p0"
+        kind = ir.FunctionType(ir.VoidType(), [pointer, *[integer] * 3])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        read, into_second_level, of_data = integer(0), integer(2), integer(1)
+        given = builder.inttoptr(address, pointer), read, into_second_level, of_data
+        builder.call(function, given)
+        return ir.Constant(pointer, None)
+
     some_floats, some_codes = kind("sixteen floats", real), kind("sixteen integers", integer)
-    of_floats, of_bytes = (types.Array(each, 1, "C") for each in (types.float32, types.uint8))
+    pairs = kind("thirty-two bfloat16", Bfloat(), 2 * _COUNT)
+    of_floats, of_bits, of_bytes = (
+        types.Array(each, 1, "C") for each in (types.float32, types.uint16, types.uint8)
+    )
+    tell(floats, pairs, (of_bits, types.int64), pairs_at)
+    tell(added, some_floats, (some_floats, some_floats, some_floats), products_added)
+    tell(added, some_floats, (some_floats, pairs, pairs), pairs_added)
     tell(spread, some_floats, (types.float32,), of_all)
     tell(floats, some_floats, (of_floats, types.int64), loaded)
     tell(signed, some_floats, (of_bytes, types.int64), signed_at)
@@ -154,6 +254,8 @@ def tell_numba_of_vectors() -> None:
     tell(as_ones, some_floats, (some_codes,), with_exponent(0x4B000000))
     tell(as_sixteenths, some_floats, (some_codes,), with_exponent(0x49000000))
     tell(total, types.float32, (some_floats,), summed)
+    tell(write_totals, types.none, (of_floats, types.int64, *[some_floats] * 4), totals_written)
+    tell(prefetch, types.none, (types.int64,), prefetched)
     for function, name in (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"):
         both = some_floats, some_floats
         tell(
