@@ -24,7 +24,7 @@ from vllm_module.kernels.matmul.products import least_seconds, products_in_use, 
 from vllm_module.kernels.matmul.torch_threads import in_threads
 
 _log = logging.getLogger(__name__)
-_TRIED = 1, 8, 32, 128  # numbers of rows that are timed
+_TRIED = 1, 8, 32, 128, 512  # numbers of rows that are timed
 _GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
 _ROUNDS = 5
 _WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are

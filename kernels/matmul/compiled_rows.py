@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes, compiled_floats
-from vllm_module.kernels.matmul.compiled_codes import CODES, INT8, DOWN, PLANES
+from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, PLANES
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
 from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
 from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
@@ -220,21 +220,17 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         together = 8 if down or len(x) > 8 else 4
         values, tiles = np.zeros((together, width), np.float32), together // 4
         step = rows.shape[1] * rows.shape[2] * itemsize * together // each  # bytes, of all outputs
-        if pairs:
-            stored_rows = numbers(at[1], np.uint16, (at[2], at[3]))
-        else:
-            stored_rows = x
+        stored_rows = numbers(at[1], np.uint16, (at[2], at[3])) if pairs else x
         as_stored = direct and not single and columns % count == 0 and (x_narrow or not pairs)
         parts = (outputs + _AT_ONCE - 1) // _AT_ONCE
         begin = parts * thread() // threads() * _AT_ONCE
         end = min(parts * (thread() + 1) // threads() * _AT_ONCE, outputs)
         for first in range(begin, end, together):
             following = at[4] + (first // together + 1) * step
-            if direct:
-                if as_stored and first + together <= outputs:
-                    own = first * columns
-                    _products(stored_rows, rows, own, tiles, count, y, first, following, 4)
-                    continue
+            if direct and as_stored and first + together <= outputs:
+                own = first * columns
+                _products(stored_rows, rows, own, tiles, count, y, first, following, 4)
+                continue
             for n in range(first, min(first + together, end)):
                 if single:
                     y[0, n] = product(rows, n, scales, zeros, zero, table, only, sums)

@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 
 from vllm_module.kernels.rows.compiled_vectors import (
+    added,
     as_ones,
     as_sixteenths,
     bytes_of,
     codes,
     floats,
+    has_bfloat16,
     lane,
+    prefetch,
     signed,
     spread,
     tell_numba_of_vectors,
     total,
+    write_totals,
 )
 
 numba = pytest.importorskip("numba")
@@ -76,6 +80,52 @@ def test_each_number_is_that_of_numpy(case: str) -> None:
 
     only, out = np.eye(16, dtype=np.float32)[5], np.empty(16, np.float32)
     written(GIVEN, only, out)
+    assert out.tolist() == expected.astype(np.float32).tolist()
+
+
+def test_four_totals_are_written_side_by_side() -> None:
+    """Each is the sum of its own sixteen, and what is beside them stays."""
+
+    @numba.njit
+    def written(given: Any, out: Any) -> None:
+        own = floats(given, 0), floats(given, 16), floats(given, 32), floats(given, 48)
+        write_totals(out, 2, own[0], own[1], own[2], own[3])
+
+    given, out = 2.0 ** (np.arange(64, dtype=np.float32) % 16), np.full(7, 5, np.float32)
+    given[16:32] *= 2
+    given[32:48] *= 4
+    given[48:] *= 8
+    written(given, out)
+    assert out.tolist() == [5, 5, 65535, 2 * 65535, 4 * 65535, 8 * 65535, 5]
+
+
+def test_memory_that_is_not_there_may_be_prefetched() -> None:
+    """Behind the last row there may be none."""
+
+    @numba.njit
+    def begun(address: Any) -> None:
+        prefetch(address)
+
+    begun(0)
+    begun((1 << 62) + 7)
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="needs AVX512-BF16")
+def test_thirty_two_bfloat16_are_added_two_by_two() -> None:
+    """Each of sixteen sums gets the products of two numbers side by side."""
+
+    @numba.njit
+    def computed(a: Any, b: Any, only: Any, out: Any) -> None:
+        for number in range(16):
+            sums = added(spread(np.float32(number)), floats(a, 1), floats(b, 0))
+            out[number] = total(lane(sums, number) * floats(only, 0))
+
+    # The upper halves of small integers, and of powers of two.
+    of_a, of_b = np.arange(33, dtype=np.float32), 2.0 ** np.arange(32, dtype=np.float32)
+    a, b = ((of.view(np.uint32) >> 16).astype(np.uint16) for of in (of_a, of_b))
+    only, out = np.eye(16, dtype=np.float32)[0], np.empty(16, np.float32)
+    computed(a, b, only, out)
+    expected = (of_a[1:] * of_b).reshape(16, 2).sum(-1) + np.arange(16)
     assert out.tolist() == expected.astype(np.float32).tolist()
 
 

@@ -56,7 +56,7 @@ def assert_within(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 31, 64])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 3), (7, 33), (64, 37), (515, 130)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 3), (7, 33), (64, 37), (96, 136), (515, 130)])
 def test_products_are_within_the_bound(
     dtype: torch.dtype, rows: int, inputs: int, outputs: int, calls: list[int]
 ) -> None:
@@ -83,6 +83,21 @@ def test_every_number_of_16_bits_is_read_as_torch_reads_it(dtype: torch.dtype, r
     y = code_rows_matmul(torch.ones(rows, 1), described)
     expected = weight.float().T.expand(rows, -1)
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_bfloat16_has_its_numbers_where_32_are_multiplied_at_once(rows: int) -> None:
+    """All that are finite; a processor with an instruction for that takes subnormal ones for 0."""
+    numbers = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16)
+    weight = torch.where(numbers.isfinite(), numbers, 0).view(-1, 32)
+    described = float_rows(weight)
+    assert described is not None
+    for first in range(0, 32, rows):
+        x = torch.eye(32, dtype=torch.bfloat16)[first : first + rows]
+        y, expected = code_rows_matmul(x, described), weight[:, first : first + rows].T
+        normal = expected.abs() >= torch.finfo(torch.bfloat16).smallest_normal
+        assert y[normal].tolist() == expected[normal].tolist()
+        assert bool(((y == expected) | (y == 0))[~normal].all())
 
 
 def test_what_is_not_for_the_loops_is_computed_or_refused_as_by_torch(calls: list[int]) -> None:
