@@ -89,11 +89,16 @@ def prefetch(address: Any) -> None:
 
 @functools.cache
 def has_bfloat16() -> bool:
-    """Return whether this processor multiplies bfloat16, and this LLVM names that as below."""
-    from llvmlite import binding
+    """Return whether numba compiles for a processor that multiplies bfloat16.
 
-    known = binding.llvm_version_info >= (20,)
-    return known and bool(binding.get_host_cpu_features().get("avx512bf16"))
+    It is this one, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say. LLVM names that as below
+    since version 17.
+    """
+    from llvmlite import binding
+    from numba.core.registry import cpu_target
+
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return binding.llvm_version_info >= (17,) and "+avx512bf16" in features.split(",")
 
 
 @functools.cache

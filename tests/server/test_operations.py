@@ -318,6 +318,19 @@ def test_a_unix_socket_and_tls(start: Any, tmp_path: Path) -> None:
             assert answer.status == 200
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_no_event_waits_until_the_one_before_is_confirmed(host: str) -> None:
+    """Nagle's algorithm is off for connections that are accepted, not only for the socket."""
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("needs IPv6")
+    with (
+        Address(host=host, port=0).open() as listening,
+        socket.create_connection(listening.getsockname()[:2]),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_what_vllms_clients_read(server: Any) -> None:
     assert server.ask("GET", "/get_world_size")[1] == {"world_size": 1}
     info = server.ask("GET", "/server_info?config_format=json")[1]["vllm_config"]

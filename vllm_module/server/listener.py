@@ -44,7 +44,11 @@ class Address:
         if self.uds is None:
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
             address = (self.host, self.port)
-            return socket.create_server(address, family=family, backlog=_BACKLOG)
+            listening = socket.create_server(address, family=family, backlog=_BACKLOG)
+            # Its connections have this, too. Else an event waits until the client has confirmed
+            # the one before, which it may put off for 40 ms; asyncio does not see that it is TCP.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return listening
         with suppress(FileNotFoundError):
             if stat.S_ISSOCK(self.uds.stat().st_mode) and not _answers(self.uds):
                 self.uds.unlink()  # a server that was killed has left it
