@@ -28,6 +28,7 @@ from vllm_module.kernels.rows.compiled_vectors import (
     added,
     floats,
     has_bfloat16,
+    has_many_registers,
     prefetch,
     spread,
     tell_numba_of_vectors,
@@ -65,11 +66,20 @@ def _by_group(
 
 
 def _products(
-    x: Any, values: Any, at: Any, tiles: Any, count: Any, y: Any, n: Any, following: Any, lines: Any
+    x: Any,
+    values: Any,
+    at: Any,
+    tiles: Any,
+    count: Any,
+    y: Any,
+    n: Any,
+    following: Any,
+    lines: Any,
+    rows: Any,
 ) -> None:
     """Multiply rows of ``x`` by four or eight rows of the weight, the outputs from ``n`` on.
 
-    Four rows are multiplied by four at once: their sixteen sums stay in registers.
+    Four rows are multiplied by four at once, or by one: their sums stay in registers.
 
     Args:
         x, y: the inputs, float32 or bits of bfloat16, and the results.
@@ -78,10 +88,11 @@ def _products(
         count: how many numbers are multiplied at once.
         following, lines: address of what is read next, and how many lines of a cache it has for
             each of ``count`` numbers of four rows. They are read into the cache on the way.
+        rows: how many rows of ``x`` are to be multiplied four at once.
 
     """
     zero, width, of = np.float32(0), x.shape[1], y.shape[1]
-    for row in range(0, len(x) - 3, 4):
+    for row in range(0, rows, 4):
         a, b, c, d = row * width, (row + 1) * width, (row + 2) * width, (row + 3) * width
         for tile in range(tiles):
             first, to = at + 4 * tile * width, n + 4 * tile
@@ -112,7 +123,7 @@ def _products(
             write_totals(y, (row + 1) * of + to, b0, b1, b2, b3)
             write_totals(y, (row + 2) * of + to, c0, c1, c2, c3)
             write_totals(y, (row + 3) * of + to, d0, d1, d2, d3)
-    for row in range(len(x) - len(x) % 4, len(x)):
+    for row in range(rows, len(x)):
         for tile in range(tiles):
             first, to = at + 4 * tile * width, n + 4 * tile
             a0, a1, a2, a3 = spread(zero), spread(zero), spread(zero), spread(zero)
@@ -176,6 +187,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     pairs, itemsize = kind == BFLOAT16 and has_bfloat16(), dtype.itemsize
     direct, count = kind == FLOAT32 or pairs, 32 if pairs else 16  # as stored, so many at once
     lines = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}.get(kind, 1)
+    many = has_many_registers()
     written = _written()
     for function in (*USED, *(function for module in _KINDS for function in module.USED)):
         register_jitable(function)
@@ -217,11 +229,12 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
             padded[row, :columns] = x[row]
         given_rows = padded if len(padded) else x
         # For more rows, some stay in the nearest cache while eight outputs are computed, not four.
-        together = 8 if down or len(x) > 8 else 4
+        together = 8 if down or (many and len(x) > 8) else 4
         values, tiles = np.zeros((together, width), np.float32), together // 4
         step = rows.shape[1] * rows.shape[2] * itemsize * together // each  # bytes, of all outputs
         stored_rows = numbers(at[1], np.uint16, (at[2], at[3])) if pairs else x
         as_stored = direct and not single and columns % count == 0 and (x_narrow or not pairs)
+        fours = len(x) // 4 * 4 if many else 0
         parts = (outputs + _AT_ONCE - 1) // _AT_ONCE
         begin = parts * thread() // threads() * _AT_ONCE
         end = min(parts * (thread() + 1) // threads() * _AT_ONCE, outputs)
@@ -229,7 +242,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
             following = at[4] + (first // together + 1) * step
             if direct and as_stored and first + together <= outputs:
                 own = first * columns
-                _products(stored_rows, rows, own, tiles, count, y, first, following, 4)
+                _products(stored_rows, rows, own, tiles, count, y, first, following, 4, fours)
                 continue
             for n in range(first, min(first + together, end)):
                 if single:
@@ -244,7 +257,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
                     own = values[n - first, :columns].reshape(planes, groups, size)
                     write(rows, n // each, scales, zeros, zero, table, n, shift, own)
             if not single:
-                _products(given_rows, values, 0, tiles, 16, y, first, following, lines)
+                _products(given_rows, values, 0, tiles, 16, y, first, following, lines, fours)
         for row in range(len(products)):
             if begin < end:  # some outputs behind the last one are padding
                 store(products[row, begin:end], at[20] + 2 * (row * at[22] + begin), True)

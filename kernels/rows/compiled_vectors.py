@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,28 @@ def prefetch(address: Any) -> None:
     raise NotImplementedError
 
 
-@functools.cache
 def has_bfloat16() -> bool:
     """Return whether numba compiles for a processor that multiplies bfloat16.
 
-    It is this one, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say. LLVM names that as below
-    since version 17.
+    LLVM names that as below since version 17.
     """
     from llvmlite import binding
+
+    return binding.llvm_version_info >= (17,) and "+avx512bf16" in _features()
+
+
+def has_many_registers() -> bool:
+    """Return whether numba compiles for a processor with registers for 32 vectors of sixteen."""
+    return "+avx512f" in _features()
+
+
+@functools.cache
+def _features() -> Sequence[str]:
+    """Return the features of this processor, or what NUMBA_CPU_FEATURES says."""
     from numba.core.registry import cpu_target
 
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return binding.llvm_version_info >= (17,) and "+avx512bf16" in features.split(",")
+    return str(features).split(",")
 
 
 @functools.cache
