@@ -43,6 +43,7 @@ EXTRAS = {
     ("vllm_module.kernels.digest.compiled", "numba"): "digest",
     ("vllm_module.kernels.attention.compiled_attention", "numba"): "cpu",
     ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
+    ("vllm_module.kernels.recurrent.compiled_states", "numba"): "cpu",
     ("vllm_module.kernels.rows.compiled_few_rows", "numba"): "cpu",
     ("vllm_module.kernels.rows.compiled_vectors", "llvmlite"): "cpu",
     ("vllm_module.kernels.rows.compiled_vectors", "numba"): "cpu",

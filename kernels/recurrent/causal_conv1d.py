@@ -18,6 +18,7 @@ from vllm_module.kernels.recurrent.recurrent_state import (
     single_tokens,
     store_states,
 )
+from vllm_module.kernels.recurrent.states_on_cpu import convolve_states, takes_states
 
 _TOKENS, _CHANNELS = 16, 64  # tokens and channels of a program
 
@@ -67,6 +68,11 @@ def causal_conv1d(
         raise ValueError(f"weight must have 2 to 8 weights of each channel, got {width}")
     shape = channels, width - 1
     check_state(x, state, shape, state_slots, query_start_loc, context_lens)
+    if takes_states(x, state, state_slots, max_query_len):
+        assert state is not None
+        assert state_slots is not None
+        assert context_lens is not None
+        return convolve_states(x, weight, bias, state, state_slots, context_lens, silu)
     places = state_slots, query_start_loc, context_lens
     return _causal_conv1d(x, weight, bias, state, *places, max_query_len, silu)
 

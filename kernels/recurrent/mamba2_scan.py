@@ -32,6 +32,7 @@ from vllm_module.kernels.recurrent.recurrent_state import (
     single_tokens,
     store_states,
 )
+from vllm_module.kernels.recurrent.states_on_cpu import scan_states, takes_states
 
 CHUNK = 64  # tokens of a chunk in plain torch
 _TOKENS, _FEATURES = 32, 32  # tokens of a chunk and features of a head, in a program
@@ -87,6 +88,12 @@ def mamba2_scan(
             expect(name, vector, (heads,), FLOATS, x)
     shape = heads, features, b.shape[2]
     check_state(x, state, shape, state_slots, query_start_loc, context_lens)
+    if takes_states(x, state, state_slots, max_query_len, dt, b, c):
+        assert state is not None
+        assert state_slots is not None
+        assert context_lens is not None
+        own = state, state_slots, context_lens, dt_min, dt_max
+        return scan_states(x, dt, a, b, c, d, dt_bias, *own)
     places = state_slots, query_start_loc, context_lens
     return _mamba2_scan(
         x, dt, a, b, c, d, dt_bias, state, *places, max_query_len, dt_min, dt_max

