@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,6 +79,33 @@ def test_a_page_beyond_the_cache_is_refused() -> None:
             paged_attention(
                 torch.zeros(1, HEADS, 8), *cache, tables, one, starts, 1, 1.0, layout=layout
             )
+
+
+@pytest.mark.parametrize("window", [None, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE])
+@pytest.mark.parametrize("context", [1, SIZE, SIZE + 1, 3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 1])
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_pages_that_no_token_is_seen_on_may_be_any(
+    window: int | None, context: int, wrong: int
+) -> None:
+    """Of a table's pages, those are refused that have a token of the window and are not there."""
+    caches = torch.zeros(2, 4, SIZE, KV_HEADS, 8)
+    lengths, starts = torch.tensor([context]).int(), torch.tensor([0, 1]).int()
+    seen = range(0 if window is None else max(0, context - window), context)
+    for column in range(5):
+        tables = torch.zeros(1, 5, dtype=torch.int32)
+        tables[0, column] = wrong
+        is_read = any(token // SIZE == column for token in seen)
+        with (
+            torch.inference_mode(),
+            products(Products(pages=True)),
+            pytest.raises(ValueError, match="page") if is_read else nullcontext(),
+        ):
+            layout = PagedLayout(tables, lengths, starts)
+            query = torch.zeros(1, HEADS, 8)
+            y = paged_attention(
+                query, *caches, tables, lengths, starts, 1, 1.0, window, layout=layout
+            )
+            assert not y.any()
 
 
 @pytest.mark.parametrize("neox", [True, False])
