@@ -156,6 +156,31 @@ def spread(x: torch.Tensor, gaps: list[int]) -> torch.Tensor:
     return view.copy_(x)
 
 
+@pytest.mark.parametrize("strided", ["cosines", "sines", "both"])
+@pytest.mark.parametrize("neox", [True, False])
+def test_angles_side_by_side_in_memory(strided: str, neox: bool) -> None:
+    """A table of complex numbers has a sine between two cosines, which rotate as torch's do."""
+    tokens, pairs = 5, 4
+    angles = torch.polar(torch.ones(tokens, pairs), torch.randn(tokens, pairs))
+    cos, sin = torch.view_as_real(angles).unbind(-1)
+    assert cos.stride() == sin.stride() == (2 * pairs, 2)
+    if strided != "both":
+        cos, sin = (cos, sin.contiguous()) if strided == "cosines" else (cos.contiguous(), sin)
+    query, key, value = torch.randn(3, tokens, 2, 2 * pairs)
+    part = query.unflatten(-1, (2, pairs) if neox else (pairs, 2))
+    part = part.transpose(-1, -2) if neox else part
+    pair = torch.view_as_real(torch.view_as_complex(part.contiguous()) * angles.unsqueeze(1))
+    expected = (pair.transpose(-1, -2) if neox else pair).flatten(-2)
+    caches = torch.zeros(2, 2, SIZE, 2, 2 * pairs)
+    slots, starts = torch.arange(tokens), torch.tensor([0, tokens]).int()
+    with torch.inference_mode(), products(Products(pages=True)):
+        layout = PagedLayout(torch.arange(2).int()[None], starts[1:], starts, slots)
+        result = rotate_and_cache(
+            query, key, value, cos, sin, *caches, slots, None, None, neox, layout=layout
+        )
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 6),
