@@ -172,6 +172,26 @@ def test_the_page_cache_is_asked(tmp_path: Path) -> None:
         assert not is_cached([path])
 
 
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells what is cached")
+def test_a_part_that_is_not_cached_is_found(tmp_path: Path) -> None:
+    """Wherever it is in a file, and whichever of the files it is in."""
+    size = 1 << 21  # as much as the page cache may hold as one
+    paths = [tmp_path / "partly", tmp_path / "whole"]
+    for path in paths:
+        path.write_bytes(bytes(4 * size))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not on the disk stays in memory
+    for order in (paths, paths[::-1]):
+        for part in range(4):
+            for path in paths:
+                path.read_bytes()
+            assert is_cached(order)
+            with paths[0].open("rb") as file:
+                os.posix_fadvise(file.fileno(), part * size, size, os.POSIX_FADV_DONTNEED)
+            if os.statvfs(tmp_path).f_fsid:  # tmpfs is the page cache
+                assert not is_cached(order), part
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux only")
 def test_shared_memory_has_no_name() -> None:
     """Nothing is left in any file system, however a process ends; a stale offer is not taken."""

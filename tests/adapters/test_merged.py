@@ -101,6 +101,26 @@ def test_16_bits(
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("given", [{}, {"rms_norm_eps": 0.5}])
+def test_the_new_checkpoint_is_of_the_configuration_that_was_merged(
+    tuned: Callable[[str], Any], given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Overrides are written, so it computes what PEFT does of transformers' model with them."""
+    one = tuned("llama")
+    merge(ModelConfig(model=str(one.base), hf_overrides=given), one.adapter, tmp_path / "out")
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (one.base, tmp_path / "out")
+    )
+    assert after == before | given
+    base = AutoModelForCausalLM.from_pretrained(one.base, **given)
+    with warnings.catch_warnings(), torch.no_grad():  # of what transformers has renamed since
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(base, one.adapter)
+        expected = theirs(input_ids=one.ids[None]).logits[0]
+    logits = logits_of(load_base(tmp_path / "out"), one.ids)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
 def test_a_layer_that_is_named_by_its_parameter(
     tuned: Callable[[str], Any], tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -79,6 +81,33 @@ def test_a_page_beyond_the_cache_is_refused() -> None:
             )
 
 
+@pytest.mark.parametrize("window", [None, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE])
+@pytest.mark.parametrize("context", [1, SIZE, SIZE + 1, 3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 1])
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_pages_that_no_token_is_seen_on_may_be_any(
+    window: int | None, context: int, wrong: int
+) -> None:
+    """Of a table's pages, those are refused that have a token of the window and are not there."""
+    caches = torch.zeros(2, 4, SIZE, KV_HEADS, 8)
+    lengths, starts = torch.tensor([context]).int(), torch.tensor([0, 1]).int()
+    seen = range(0 if window is None else max(0, context - window), context)
+    for column in range(5):
+        tables = torch.zeros(1, 5, dtype=torch.int32)
+        tables[0, column] = wrong
+        is_read = any(token // SIZE == column for token in seen)
+        with (
+            torch.inference_mode(),
+            products(Products(pages=True)),
+            pytest.raises(ValueError, match="page") if is_read else nullcontext(),
+        ):
+            layout = PagedLayout(tables, lengths, starts)
+            query = torch.zeros(1, HEADS, 8)
+            y = paged_attention(
+                query, *caches, tables, lengths, starts, 1, 1.0, window, layout=layout
+            )
+            assert not y.any()
+
+
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("pairs", [4, 3])
@@ -125,6 +154,31 @@ def spread(x: torch.Tensor, gaps: list[int]) -> torch.Tensor:
     room = x.new_full((*outer, *inner), 99)
     view = room[tuple(slice(None, None, step) for step in steps)]
     return view.copy_(x)
+
+
+@pytest.mark.parametrize("strided", ["cosines", "sines", "both"])
+@pytest.mark.parametrize("neox", [True, False])
+def test_angles_side_by_side_in_memory(strided: str, neox: bool) -> None:
+    """A table of complex numbers has a sine between two cosines, which rotate as torch's do."""
+    tokens, pairs = 5, 4
+    angles = torch.polar(torch.ones(tokens, pairs), torch.randn(tokens, pairs))
+    cos, sin = torch.view_as_real(angles).unbind(-1)
+    assert cos.stride() == sin.stride() == (2 * pairs, 2)
+    if strided != "both":
+        cos, sin = (cos, sin.contiguous()) if strided == "cosines" else (cos.contiguous(), sin)
+    query, key, value = torch.randn(3, tokens, 2, 2 * pairs)
+    part = query.unflatten(-1, (2, pairs) if neox else (pairs, 2))
+    part = part.transpose(-1, -2) if neox else part
+    pair = torch.view_as_real(torch.view_as_complex(part.contiguous()) * angles.unsqueeze(1))
+    expected = (pair.transpose(-1, -2) if neox else pair).flatten(-2)
+    caches = torch.zeros(2, 2, SIZE, 2, 2 * pairs)
+    slots, starts = torch.arange(tokens), torch.tensor([0, tokens]).int()
+    with torch.inference_mode(), products(Products(pages=True)):
+        layout = PagedLayout(torch.arange(2).int()[None], starts[1:], starts, slots)
+        result = rotate_and_cache(
+            query, key, value, cos, sin, *caches, slots, None, None, neox, layout=layout
+        )
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)

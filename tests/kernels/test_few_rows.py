@@ -64,6 +64,26 @@ def test_the_norm_written_out(dtype: torch.dtype, shape: tuple[int, ...], offset
     torch.testing.assert_close(result.double(), written_out(total), **close)
 
 
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("strided", ["x", "residual", "weight"])
+def test_a_tensor_with_gaps_counts_as_its_copy(strided: str, dtype: torch.dtype) -> None:
+    """The loops read rows without gaps. The expected norm is torch's, of copies."""
+    given = {"x": torch.randn(6, 40), "residual": torch.randn(6, 40), "weight": torch.randn(40)}
+    given = {name: each.to(dtype) for name, each in given.items()}
+    whole = given[strided].repeat_interleave(2, -1)
+    given[strided] = whole[..., ::2]
+    assert not given[strided].is_contiguous()
+    x, residual, weight = given.values()
+    result, total = fused_add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x.contiguous() + residual.contiguous())
+    wide = [each.contiguous().double() for each in (total, weight)]
+    expected = F.rms_norm(wide[0], weight.shape, wide[1], 1e-5)
+    torch.testing.assert_close(result.double(), expected, rtol=BOUND[dtype], atol=1e-6)
+    single = rms_norm(x, weight, 1e-5)
+    expected = F.rms_norm(x.contiguous().double(), weight.shape, wide[1], 1e-5)
+    torch.testing.assert_close(single.double(), expected, rtol=BOUND[dtype], atol=1e-6)
+
+
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("shape", [(2,), (1, 10), (7, 64), (2, 3, 514), (1, 24576)])

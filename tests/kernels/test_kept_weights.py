@@ -18,6 +18,7 @@ from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
 
 pytest.importorskip("numba")
 BYTES, GROUP = 4352, 64  # as many as 128 blocks of Q8_0 have, or 68 groups of 64
+SQUARE = 5  # rows of a weight, and groups in each
 Case = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
@@ -72,3 +73,26 @@ def test_another_weight_in_the_same_memory(drawn: list[tuple[str, int]]) -> None
             y = multiply(x)
         bound = (weight.shape[1] + 4) * 2.0**-24 * (x.double().abs() @ weight.abs().T)
         assert ((y.double() - x.double() @ weight.T).abs() <= bound).all(), (kind, width)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from(["as stored", "transposed", "with gaps"]), min_size=6))
+def test_other_scales_in_the_same_memory(drawn: list[str]) -> None:
+    """Scales are read where they are now, with their strides, whatever was kept of others."""
+    torch.manual_seed(len(drawn))
+    weight = torch.randint(-127, 128, (SQUARE, SQUARE * GROUP), dtype=torch.int8)
+    room = torch.empty(SQUARE * SQUARE * 2)
+    square = room[: SQUARE * SQUARE].view(SQUARE, SQUARE)
+    gaps = room.view(SQUARE, SQUARE * 2)[:, ::2]
+    scales = {"as stored": square, "transposed": square.T, "with gaps": gaps}
+    x = torch.randn(2, weight.shape[1])
+    for name in drawn:
+        room.uniform_(0.5, 2)  # as an update writes them, in place
+        scale = scales[name]
+        with torch.inference_mode(), products(Products(codes=64)):
+            y = scaled_matmul(x, weight, scale, (1, GROUP))
+            again = scaled_matmul(x, weight, scale, (1, GROUP))
+        values = weight.double() * scale.double().repeat_interleave(GROUP, 1)
+        bound = (weight.shape[1] + 4) * 2.0**-24 * (x.double().abs() @ values.abs().T)
+        for result in (y, again):
+            assert ((result.double() - x.double() @ values.T).abs() <= bound).all(), name

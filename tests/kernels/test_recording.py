@@ -100,6 +100,19 @@ def test_memory_that_is_made_stays() -> None:
     assert all(bool((each == at).all()) for at, each in enumerate(others))
 
 
+def test_memory_that_was_there_is_not_counted() -> None:
+    """Views of a given tensor and of a constant, and what is written in place, take none."""
+    given, weight = torch.randn(4, COLUMNS), torch.randn(1000, COLUMNS)
+    recording = Recording([given])
+    with torch.inference_mode(), recording.running():
+        first = weight[:3].T  # a view of the constant
+        product = given[:2] @ first
+        product.view(-1).add_(1)
+        as_one(lambda: product.mul_(2))
+        result = product[:, :1].exp()
+    assert recording.nbytes == product.nbytes + result.nbytes == 4 * (2 * 3 + 2)
+
+
 @torch.library.custom_op("recording_test::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     return x * 2
@@ -115,6 +128,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "equal": lambda x: x * torch.equal(x, x),
     "nonzero": lambda x: x[(x > 0).nonzero()[:, 0]],
     "mask": lambda x: x[x > 0],
+    "mask of bytes": lambda x: x[(x > 0).byte()],
+    "mask beside numbers": lambda x: x[x[:, 0] > 0, torch.zeros(1, dtype=torch.int64)],
     "random": lambda x: x + torch.rand_like(x),
     "dropout": lambda x: torch.nn.functional.dropout(x),
     "an operation of others": lambda x: torch.ops.recording_test.twice(x),
@@ -122,6 +137,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")  # old, and still torch's
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_done_again_is_refused(what: str) -> None:
     given = torch.rand(4, COLUMNS) + 1

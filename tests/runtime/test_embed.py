@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -295,6 +296,29 @@ def test_an_encoder_from_outside_that_fails_is_refused(forward: Any, message: st
     inputs = EmbeddingInputs([1, 2, 3], [2, 1], "mean")
     with pytest.raises(UnsupportedModelError, match=message):
         embed_batch(own(), torch.device("cpu"), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pooling", ["cls", "mean", "last", "tokens", "classes"])
+def test_what_is_pooled_of_narrow_states_is_not_rounded(dtype: torch.dtype, pooling: Any) -> None:
+    """The numbers are those that NumPy makes of the states in float64, to float32's last bits."""
+    lengths = [3, 1, 7]
+    states = torch.randn(sum(lengths), 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    forward = lambda *_: states  # noqa: E731  # of an encoder, with a head
+    named: Any = type("Narrow", (), {"__call__": staticmethod(forward), "classify": lambda _, x: x})
+    inputs = EmbeddingInputs([1] * len(states), lengths, pooling)
+    result = embed_batch(named(), torch.device("cpu"), inputs)
+    parts = np.split(states.double().numpy(), np.cumsum(lengths)[:-1])
+    pooled = {
+        "cls": [part[0] for part in parts],
+        "classes": [part[0] for part in parts],
+        "last": [part[-1] for part in parts],
+        "mean": [part.mean(0) for part in parts],
+        "tokens": [row for part in parts for row in part],
+    }
+    expected = torch.from_numpy(np.stack(pooled[pooling]))
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-7)
 
 
 def write(folder: Path, files: dict[str, Any]) -> Path:

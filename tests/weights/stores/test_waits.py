@@ -31,7 +31,12 @@ always, refused, opened = (STORES[name] for name in ("always", "refused", "opene
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the pauses between requests, which take no time here; the clock runs with them."""
     found: list[float] = []
-    monkeypatch.setattr(store.Store, "_wait", lambda _, seconds: found.append(seconds))
+
+    def wait(_: Any, seconds: float) -> None:
+        found.append(seconds)
+        assert sum(found) < 3 * store.RETRY_SECONDS, "the deadline never comes"
+
+    monkeypatch.setattr(store.Store, "_wait", wait)
     monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: 100 + sum(found)))
     monkeypatch.setattr(store, "_FIRST_DELAY", 0.1)
     return found

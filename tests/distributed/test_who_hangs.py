@@ -1,0 +1,92 @@
+"""Which rank is named when one has waited too long, and what others have said of their waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vllm_module.base.process_groups import private_group
+from vllm_module.cooperative.rank_transfer import RankTransfer
+from vllm_module.distributed import Waiting, tensor_parallel, together
+from vllm_module.distributed.exchange import call_with
+from vllm_module.errors import RankError, WeightReadError
+from vllm_module.layers import ReplicatedLinear
+from vllm_module.layout import TransferPlan
+
+SIZE, LIMIT = 3, 30.0
+
+
+def plan() -> TransferPlan:
+    """Return a plan in which two ranks send to one."""
+    with tensor_parallel(rank=0, size=1):
+        layer = ReplicatedLinear(2, 2, bias=False)
+    whole = layer.plan_weights({"weight": torch.zeros(2, 2)})
+    return TransferPlan(whole.layout(2), whole.layout(1))
+
+
+RING = {0: 1, 1: 2, 2: 0}
+CASES: dict[str, tuple[list[dict[int, int]], int, int, int]] = {
+    # What ranks say one after another (-1: nothing any more), who waits for whom, who is named.
+    "itself, by one other": ([{1: 0}], 0, 1, 1),
+    "itself, by two others": ([RING], 0, 1, 1),
+    "itself, as a target": ([RING], 2, 0, 0),
+    "one that waits for none": ([{}], 0, 1, 1),
+    "one that waits no more": ([RING, dict.fromkeys(RING, -1)], 2, 1, 1),
+    "the first one, by another": ([{1: 0}], 2, 1, 0),
+    "another by one": ([{1: 2}], 0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rank_that_waits_for_none_is_named(case: str) -> None:
+    """It is the end of what all have said; a rank never names itself."""
+    said, who, peer, named = CASES[case]
+    store, told = dist.HashStore(), threading.Barrier(SIZE)
+    last = {rank: (len(said), to) for rank, to in said[-1].items()}
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        group = private_group(store, rank, SIZE, torch.device("cpu"), timedelta(seconds=LIMIT))
+
+        def work() -> None:
+            waiting, call = Waiting(group), call_with(group)
+            assert call is not None
+            for step in said:
+                match step.get(rank):
+                    case None:
+                        pass
+                    case -1:
+                        waiting.say()
+                    case to:
+                        waiting.say(to, "w")
+            end = time.monotonic() + LIMIT
+            # No public function tells what others have said so far.
+            while {r: each[:1] for r, each in call._news.waits.items()} != {
+                r: each[:1] for r, each in last.items()
+            }:
+                assert time.monotonic() < end, "news have not arrived"
+                time.sleep(0.01)
+            told.wait(LIMIT)
+            if rank == who:
+                errors.append(RankTransfer(plan(), group, 5.0, "")._late(peer, "w"))
+                raise errors[0]
+
+        try:
+            with pytest.raises((RankError, WeightReadError)):
+                together(work, timeout=LIMIT, group=group)
+        finally:
+            group.shutdown()
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        list(threads.map(run, range(SIZE)))
+    (error,) = errors
+    assert str(error).startswith(f"rank {named} ended, left or hangs")
+    assert ("which waits for it" in str(error)) == (named != peer)
+    if isinstance(error, RankError):  # of a rank of the source
+        assert error.ranks == (named,)
