@@ -66,9 +66,12 @@ class RecordedSteps:
 
         Call it after the model has computed a step that is not given to :meth:`logits`.
         """
-        if self._keeps_more():
+        if self._has_recordings() and self._keeps_more():
             _log.debug("recorded steps are dropped: a step changed what the model keeps")
             self.clear()
+
+    def _has_recordings(self) -> bool:
+        return any(each.nbytes for each in self._steps.values())
 
     def _keeps_more(self) -> bool:
         return self._kept is not None and self._kept.has_changed()
@@ -92,11 +95,12 @@ class RecordedSteps:
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = _RecordedStep(self._model, self._compute, self._keeps_more)
-        if self._kept is None and step.met == _FIRST - 1:
+        if step.met == _FIRST - 1 and not self._has_recordings():
             self._kept = KeptByModel(self._model)
         computed = not step.holds
         logits = step.logits(ids, positions, metadata)
-        if computed and (not step.repeatable or self._keeps_more()):
+        changed = computed and self._has_recordings() and self._keeps_more()
+        if changed or not step.repeatable:
             _log.debug("no step is recorded: the model keeps something from step to step")
             self.clear()
             self._most = 0
