@@ -6,6 +6,7 @@ between small operations, than in these.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _LIBRARIES = "aten", "mkldnn"  # whose schemas say what is read and written
 _MASKS = torch.bool, torch.uint8
 _OF_DTYPES = {"result_type", "can_cast"}
+_KERNELS = __name__.rpartition(".")[0] + "."
 _READS = {"__array__", "__dlpack__", "item", "numpy", "storage", "tolist", "untyped_storage"}
 _REFUSED = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
@@ -153,6 +155,44 @@ class Recording:
             self._calls.append(into or _Again(call, result))
 
 
+class Effects(TorchDispatchMode):
+    """Finds what a computation on a CPU does besides its results: done again, it would differ.
+
+    Args:
+        expected: tensors that it may write, though it has not made them.
+
+    Attributes:
+        found: the name of an operation that wrote to other memory that was there before, or drew
+            random numbers; ``None`` if there was none.
+
+    """
+
+    def __init__(self, expected: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._made = {_address(each) for each in expected}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        given |= kwargs or {}
+        written = [
+            given.get(each.name)
+            for each in func._schema.arguments
+            if each.alias_info is not None and each.alias_info.is_write
+            if torch.Tag.inplace_view not in func.tags  # writes no numbers
+        ]
+        used = {_address(each) for each in _tensors((args, kwargs))}
+        addresses = {_address(each) for each in _tensors(written)}
+        new = {_address(each) for each in _tensors(result)} - used
+        # Without new memory and without writing, such as dropout in inference, nothing was drawn.
+        random = torch.Tag.nondeterministic_seeded in func.tags and (addresses or new)
+        if random or not addresses <= self._made:
+            self.found = func.name()
+        self._made |= new
+        return result
+
+
 class _Again:
     """An operation whose results are written where they were."""
 
@@ -203,6 +243,11 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _READS and not self._paused():
             raise NotRecordableError(f"{func.__name__} gives numbers to Python code")
+        if getattr(func, "__name__", "") == "data_ptr" and not self._paused():
+            # Kernels tell a recording what they do with addresses; nobody else does.
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if not caller.startswith(_KERNELS):
+                raise NotRecordableError(f"{caller} takes the address of a tensor")
         return func(*args, **(kwargs or {}))
 
 

@@ -100,8 +100,8 @@ def packed_rows(
         rows = words.detach().view(len(words), groups, -1)
         return CodeRows(DOWN, rows, scales, zeros, zero, places=order or range(8))
     size = words.shape[1] * words.dtype.itemsize
-    if size % groups:
-        return None
+    if size % groups or (order is not None and groups > 1 and size // groups % words.itemsize):
+        return None  # a group ends inside a byte, or in a word whose codes are in another order
     return CodeRows(
         kind,
         _grouped(words, groups),

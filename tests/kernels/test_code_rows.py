@@ -208,6 +208,21 @@ def test_products_are_those_of_the_dequantized_weight(
     assert len(calls) == 6
 
 
+@pytest.mark.parametrize(
+    ("bits", "group", "loops"), [(4, 2, 0), (4, 4, 0), (4, 8, 1), (8, 2, 0), (8, 4, 1), (2, 8, 0)]
+)
+def test_an_order_moves_codes_from_group_to_group(
+    bits: int, group: int, loops: int, calls: list[int]
+) -> None:
+    """If a group is part of a word, its codes in another order are in several groups."""
+    torch.manual_seed(group)
+    order = tuple(torch.randperm(32 // bits).tolist())
+    multiply, weight = packed(bits, group, order, zeros=True)
+    x = torch.randn(3, INPUT)
+    torch.testing.assert_close(multiply(x).double(), x.double() @ weight.T, rtol=1e-4, atol=1e-3)
+    assert len(calls) == loops
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_multiplied_in_float32(dtype: torch.dtype, calls: list[int]) -> None:
     """The result, with a bias, is that of float32, rounded once."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_module.kernels.recording import (
+    Effects,
     NotRecordableError,
     Recording,
     as_one,
@@ -133,6 +134,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "random": lambda x: x + torch.rand_like(x),
     "dropout": lambda x: torch.nn.functional.dropout(x),
     "an operation of others": lambda x: torch.ops.recording_test.twice(x),
+    "an address": lambda x: x * (x.data_ptr() % 7),
     "another device": lambda x: x.to("meta"),
 }
 
@@ -147,6 +149,32 @@ def test_what_cannot_be_done_again_is_refused(what: str) -> None:
         Recording([given]).running(),
     ):
         REFUSED[what](given)
+
+
+EFFECTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
+    "a result": (lambda x, kept: x + kept, False),
+    "into its own memory": (lambda x, kept: (x * 2).add_(kept)[:1].mul_(3), False),
+    "into memory it has made": (lambda x, kept: torch.mul(x, 2, out=torch.empty_like(x)), False),
+    "dropout in inference": (lambda x, kept: torch.nn.functional.dropout(x, 0.5, False), False),
+    "into what is kept": (lambda x, kept: kept.add_(1), True),
+    "into a view of it": (lambda x, kept: kept[0].copy_(x[0]), True),
+    "as its result": (lambda x, kept: torch.mul(x, 2, out=kept), True),
+    "several": (lambda x, kept: torch._foreach_add_([x * 2, kept], 1), True),
+    "random": (lambda x, kept: torch.rand_like(x), True),
+    "random, in place": (lambda x, kept: x.clone().normal_(), True),
+}
+
+
+@pytest.mark.parametrize("what", EFFECTS)
+def test_effects_are_found_before_a_computation_is_done_again(what: str) -> None:
+    work, expected = EFFECTS[what]
+    x, kept = torch.randn(2, 4, COLUMNS)
+    x, kept = x.clone(), kept.clone()
+    for given in ([], [kept]):
+        with torch.inference_mode(), Effects(given) as effects:
+            work(x, kept)
+        # What may be written is no effect; random numbers are.
+        assert (effects.found is not None) == (expected and not (given and "random" not in what))
 
 
 def test_memory_of_no_operation_is_a_constant() -> None:

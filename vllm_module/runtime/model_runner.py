@@ -164,7 +164,10 @@ class ModelRunner:
             self._set_slots(kind, slots.index_select(0, rows) if kind[0] else slots)
         elif inputs.adapters:
             self._adapters.select(inputs.rows)
-        return self._logits(hidden, rows)
+        logits = self._logits(hidden, rows)
+        if self._recorded is not None:
+            self._recorded.check()
+        return logits
 
     def first_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's first token as the sampler does; a graph has chosen those of its rows.

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -13,10 +14,12 @@ from torch import nn
 from vllm_module.base.messages import describe_error
 from vllm_module.kernels.attention.paged_layout import DecodingLayout
 from vllm_module.kernels.matmul.products import products_in_use
-from vllm_module.kernels.recording import NotRecordableError, Recording
-from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.kernels.recording import Effects, NotRecordableError, Recording
+from vllm_module.layers import AttentionMetadata
 from vllm_module.layers.fusion import is_plain
 from vllm_module.layers.recurrent import RecurrentLayer
+from vllm_module.quantization import QuantizableKVCache
+from vllm_module.runtime.kept_by_model import KeptByModel
 
 _log = logging.getLogger(__name__)
 _FIRST = 3  # such a step is recorded when it comes for this time
@@ -33,7 +36,8 @@ class RecordedSteps:
     A step of some number of sequences is recorded when it has come before. The recording is used if
     it gave the bits of the model for the step after, too, in less time; if not in less, steps of
     more sequences are not recorded. Where a model cannot be recorded, or the loops of the extra
-    ``cpu`` are not in use, the model computes the step.
+    ``cpu`` are not in use, the model computes the step. So it does if it keeps something from step
+    to step, besides caches and states: this is looked for before a step is computed again.
 
     All recordings keep at most a twentieth of the weights' bytes, or 16 MiB. The largest are
     dropped, which gain least.
@@ -50,11 +54,27 @@ class RecordedSteps:
         self._most_bytes = max(_LEAST_BYTES, weights // _SHARE)
         self._steps: dict[object, _RecordedStep] = {}
         self._most = sys.maxsize  # sequences of a step that may gain
+        self._kept: KeptByModel | None = None  # when the first step was recorded
 
     def clear(self) -> None:
         """Drop all recordings: weights or caches may lie elsewhere from now on."""
         self._steps.clear()
-        self._most = sys.maxsize
+        self._most, self._kept = sys.maxsize, None
+
+    def check(self) -> None:
+        """Drop all recordings if the model keeps something else than when they were made.
+
+        Call it after the model has computed a step that is not given to :meth:`logits`.
+        """
+        if self._has_recordings() and self._keeps_more():
+            _log.debug("recorded steps are dropped: a step changed what the model keeps")
+            self.clear()
+
+    def _has_recordings(self) -> bool:
+        return any(each.nbytes for each in self._steps.values())
+
+    def _keeps_more(self) -> bool:
+        return self._kept is not None and self._kept.has_changed()
 
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -68,10 +88,23 @@ class RecordedSteps:
         """
         chosen = products_in_use.get()
         if not chosen.pages or len(ids) > self._most:
-            return self._compute(ids, positions, metadata.laid_out())
+            logits = self._compute(ids, positions, metadata.laid_out())
+            self.check()
+            return logits
         key = len(ids), metadata.block_tables.shape, chosen, torch.get_num_threads()
-        step = self._steps.setdefault(key, _RecordedStep(self._model, self._compute))
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = _RecordedStep(self._model, self._compute, self._keeps_more)
+        if step.met == _FIRST - 1 and not self._has_recordings():
+            self._kept = KeptByModel(self._model)
+        computed = not step.holds
         logits = step.logits(ids, positions, metadata)
+        changed = computed and self._has_recordings() and self._keeps_more()
+        if changed or not step.repeatable:
+            _log.debug("no step is recorded: the model keeps something from step to step")
+            self.clear()
+            self._most = 0
+            return logits
         if step.met == _FIRST:
             self._drop_largest()
         if not step.gains:
@@ -89,16 +122,17 @@ class _RecordedStep:
     Attributes:
         met: how often it has come.
         gains: False once a recording took as long as the model.
+        repeatable: False once the model kept something from this step for later ones.
+        holds: True once the recording gave the model's bits for another step.
 
     """
 
-    def __init__(self, model: nn.Module, compute: Compute) -> None:
-        self.met, self.gains = 0, True
-        self._model, self._compute = model, compute
+    def __init__(self, model: nn.Module, compute: Compute, keeps_more: Callable[[], bool]) -> None:
+        self.met, self.gains, self.repeatable, self.holds = 0, True, True, False
+        self._model, self._compute, self._keeps_more = model, compute, keeps_more
         self._given: list[torch.Tensor] = []  # what the recording reads of a step
         self._logits = torch.empty(0)  # what it writes
         self._recording: Recording | None = None
-        self._holds = False  # True once it gave the model's bits for another step
 
     @property
     def nbytes(self) -> int:
@@ -112,15 +146,21 @@ class _RecordedStep:
         if self._recording is not None:
             for own, given in zip(self._given, _numbers(ids, positions, metadata), strict=True):
                 own.copy_(given)
-            if self._holds:
+            if self.holds:
                 self._recording.again()
                 return self._logits
         elif self.met != _FIRST:
             return self._compute(ids, positions, metadata.laid_out())
         states = _States(self._model, metadata)
+        effects = Effects([*_caches(self._model), *states.tensors])
         before, begin = states.copied(), time.perf_counter()
-        expected = self._compute(ids, positions, metadata.laid_out())
+        with nullcontext() if self._recording is not None else effects:
+            expected = self._compute(ids, positions, metadata.laid_out())
         seconds, after = time.perf_counter() - begin, states.copied()
+        if effects.found is not None or self._keeps_more():
+            self.repeatable = False
+            self.give_up(f"{effects.found or 'Python code'} would have another effect again")
+            return expected
         try:
             states.put(before)
             if self._recording is not None:
@@ -129,7 +169,7 @@ class _RecordedStep:
                 self.gains = seconds > _GAIN * (time.perf_counter() - begin)
                 if not self.gains:
                     raise NotRecordableError("the model takes as little time")
-                self._holds = True
+                self.holds = True
             else:
                 self._record(_numbers(ids, positions, metadata), metadata.query_start_loc, states)
             ours, theirs = (each.view(torch.uint8) for each in (self._logits, expected))
@@ -158,8 +198,7 @@ class _RecordedStep:
             slots, tables, contexts, starts, 1, state_slots=others[0] if others else None
         )
         object.__setattr__(self._metadata, "layout", DecodingLayout(tables, contexts))
-        kept = [each.kv_cache for each in modules if isinstance(each, Attention)]
-        caches = [cache for each in kept if each is not None for cache in each]
+        caches = _caches(self._model)
         given = [*self._model.parameters(), *self._model.buffers(), *caches, *states.tensors]
         recordings: list[Recording] = []  # memory of the first is kept until the second has its own
         before = states.copied()
@@ -196,6 +235,11 @@ class _States:
         for each, copied in zip(self.tensors, copies, strict=True):
             assert self._slots is not None
             each.index_copy_(0, self._slots, copied)
+
+
+def _caches(model: nn.Module) -> list[torch.Tensor]:
+    kept = [each.kv_cache for each in model.modules() if isinstance(each, QuantizableKVCache)]
+    return [cache for each in kept if each is not None for cache in each]
 
 
 def _numbers(
