@@ -165,7 +165,7 @@ class ModelRunner:
         elif inputs.adapters:
             self._adapters.select(inputs.rows)
         logits = self._logits(hidden, rows)
-        if self._recorded is not None:
+        if self._recorded is not None and self._recorded.kept is not None:
             self._recorded.check()
         return logits
 

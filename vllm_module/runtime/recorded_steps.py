@@ -46,6 +46,9 @@ class RecordedSteps:
         model: the model, whose layers have their caches and states.
         compute: returns the logits of a step from token ids, positions and metadata.
 
+    Attributes:
+        kept: what the model kept when the first step was recorded; ``None`` before.
+
     """
 
     def __init__(self, model: nn.Module, compute: Compute) -> None:
@@ -54,17 +57,18 @@ class RecordedSteps:
         self._most_bytes = max(_LEAST_BYTES, weights // _SHARE)
         self._steps: dict[object, _RecordedStep] = {}
         self._most = sys.maxsize  # sequences of a step that may gain
-        self._kept: KeptByModel | None = None  # when the first step was recorded
+        self.kept: KeptByModel | None = None
 
     def clear(self) -> None:
         """Drop all recordings: weights or caches may lie elsewhere from now on."""
         self._steps.clear()
-        self._most, self._kept = sys.maxsize, None
+        self._most, self.kept = sys.maxsize, None
 
     def check(self) -> None:
         """Drop all recordings if the model keeps something else than when they were made.
 
-        Call it after the model has computed a step that is not given to :meth:`logits`.
+        Call it after the model has computed a step that is not given to :meth:`logits`, if there is
+        something that it :attr:`kept`.
         """
         if self._has_recordings() and self._keeps_more():
             _log.debug("recorded steps are dropped: a step changed what the model keeps")
@@ -74,7 +78,7 @@ class RecordedSteps:
         return any(each.nbytes for each in self._steps.values())
 
     def _keeps_more(self) -> bool:
-        return self._kept is not None and self._kept.has_changed()
+        return self.kept is not None and self.kept.has_changed()
 
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -89,14 +93,15 @@ class RecordedSteps:
         chosen = products_in_use.get()
         if not chosen.pages or len(ids) > self._most:
             logits = self._compute(ids, positions, metadata.laid_out())
-            self.check()
+            if self.kept is not None:
+                self.check()
             return logits
         key = len(ids), metadata.block_tables.shape, chosen, torch.get_num_threads()
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = _RecordedStep(self._model, self._compute, self._keeps_more)
         if step.met == _FIRST - 1 and not self._has_recordings():
-            self._kept = KeptByModel(self._model)
+            self.kept = KeptByModel(self._model)
         computed = not step.holds
         logits = step.logits(ids, positions, metadata)
         changed = computed and self._has_recordings() and self._keeps_more()
