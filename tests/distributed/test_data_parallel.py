@@ -264,24 +264,27 @@ def test_an_engine_that_ends_is_named(how: str, folders: dict[str, Path]) -> Non
     limit = 2.0 if how.startswith("stopped") else 300.0
     with engines(folders["mixtral"], step_timeout=limit) as (first, second):
         assert (first.hear(), second.hear()) == ("ready", "ready")
-        expected = "has ended: see what it printed"
+        in_step = "hangs in a step, or has been stopped: no answer for 2 s"
+        expected = ["has ended: see what it printed"]
         if how == "killed in steps":
             second.send("generate", PROMPTS, max_tokens=2000)
             first.call("generate", PROMPTS)
         if how == "failing":
             second.call("fail_in_steps")
         elif how == "stopped in a step":
-            expected = "hangs in a step, or has been stopped: no answer for 2 s"
+            expected = [in_step]
             second.call("fail_in_steps", stops=True)
         elif how == "stopped":
-            expected = "takes no part in a step: it hangs"
+            # The signal may find it in a round of the others.
+            expected = ["takes no part in a step: it hangs", in_step]
             os.kill(second.process.pid, signal.SIGSTOP)
         else:
             second.process.kill()
         answer = first.call("generate", PROMPTS)
         # Maybe found before the step, by the thread that takes part in rounds of others.
         assert answer.startswith("RankError: ")
-        assert f"engine 1 of 2 (data_parallel_rank 1) {expected}" in answer
+        who = "engine 1 of 2 (data_parallel_rank 1)"
+        assert any(f"{who} {each}" in answer for each in expected)
         if how == "failing":
             assert "a fault of this engine alone" in second.call("generate", PROMPTS)
         first.close()
