@@ -240,12 +240,29 @@ def test_a_recording_that_takes_as_long_is_not_used(
     with LLM(folder, **OPTIONS) as llm:
         monkeypatch.setattr(recorded_steps, "_GAIN", 1e9)
         assert tokens(llm, PROMPTS[:2]) == expected(model, PROMPTS[:2])
-        assert len(replayed) == 1
+        assert len(replayed) == 2
         monkeypatch.setattr(recorded_steps, "_GAIN", 0)
         assert tokens(llm) == expected(model)
-        assert len(replayed) == 1
+        assert len(replayed) == 2
         assert tokens(llm, PROMPTS[:1]) == expected(model, PROMPTS[:1])
-        assert len(replayed) == 1 + NEW - 4
+        assert len(replayed) == 2 + NEW - 4
+
+
+def test_a_recording_that_is_slow_once_is_used(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, replayed: list[int]
+) -> None:
+    """Another process may have disturbed it; it is compared with the model in the next step."""
+    folder, model = checkpoint()
+    again = Recording.again
+
+    def first_is_slow(recording: Recording) -> None:
+        again(recording)
+        monkeypatch.setattr(recorded_steps, "_GAIN", 1e9 if len(replayed) == 1 else 0)
+
+    monkeypatch.setattr(Recording, "again", first_is_slow)
+    with LLM(folder, **OPTIONS) as llm:
+        assert tokens(llm, PROMPTS[:1]) == expected(model, PROMPTS[:1])
+    assert len(replayed) == NEW - 4
 
 
 def test_ranks_have_none(checkpoint: Any, replayed: list[int]) -> None:

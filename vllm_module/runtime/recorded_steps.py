@@ -26,6 +26,7 @@ _FIRST = 3  # such a step is recorded when it comes for this time
 _LEAST_BYTES = 16 << 20  # of the memory of all recordings
 _SHARE = 20  # or one part in so many of the weights' bytes
 _GAIN = 1.05  # least share of a recording's time that the model takes
+_TRIALS = 2  # steps in which a recording may take as long: another process may have disturbed one
 
 Compute = Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
 
@@ -138,6 +139,7 @@ class _RecordedStep:
         self._given: list[torch.Tensor] = []  # what the recording reads of a step
         self._logits = torch.empty(0)  # what it writes
         self._recording: Recording | None = None
+        self._slow = 0  # steps in which the recording took as long as the model
 
     @property
     def nbytes(self) -> int:
@@ -171,10 +173,11 @@ class _RecordedStep:
             if self._recording is not None:
                 begin = time.perf_counter()
                 self._recording.again()
-                self.gains = seconds > _GAIN * (time.perf_counter() - begin)
+                self.holds = seconds > _GAIN * (time.perf_counter() - begin)
+                self._slow += not self.holds
+                self.gains = self._slow < _TRIALS
                 if not self.gains:
                     raise NotRecordableError("the model takes as little time")
-                self.holds = True
             else:
                 self._record(_numbers(ids, positions, metadata), metadata.query_start_loc, states)
             ours, theirs = (each.view(torch.uint8) for each in (self._logits, expected))
@@ -188,6 +191,7 @@ class _RecordedStep:
     def give_up(self, reason: str) -> None:
         """Let the model compute such steps."""
         self._recording, self._given, self._logits = None, [], torch.empty(0)
+        self.holds = False
         _log.debug("steps of so many sequences are not recorded: %s", reason)
 
     def _record(
