@@ -122,7 +122,7 @@ def tell_numba_of_vectors() -> None:
 
     byte, integer, real = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
-    class Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types; and not this one
+    class Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite is not typed, and has no bfloat16
         def _to_string(self) -> str:
             return "bfloat"
 

@@ -100,19 +100,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {
-        "model_type": "mixtral",
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-        "max_position_embeddings": 4096,
-        "vocab_size": 32000,
+        "model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024,
+        "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+        "max_position_embeddings": 4096, "vocab_size": 32000,
     },
-}
+}  # fmt: skip
 OTHERS = RECURRENT | EXPERTS  # which transformers writes
 STATEFUL = [shape["model_type"] for shape in RECURRENT.values()]
 SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
