@@ -24,7 +24,6 @@ from torch import nn
 from vllm_module.base.shared_memory import Offer, OfferedMemory
 from vllm_module.cooperative import Cooperation
 from vllm_module.cooperative.batches import lay_out
-from vllm_module.cooperative.choice import Facts, chosen, is_cached, reads_less
 from vllm_module.cooperative.wants import shared_rows
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
@@ -44,6 +43,7 @@ NORMS = {  # what every rank keeps whole
     f"{LAYER}.input_layernorm.weight",
     f"{LAYER}.post_attention_layernorm.weight",
 }
+SOURCE = Path("a source")
 MARGIN = 60.0  # seconds that a busy machine may take besides
 
 SAME = ("same_at_2", "same_at_3", "same_at_4")
@@ -133,63 +133,6 @@ def test_a_file_that_changes_is_refused(directory: Path) -> None:
         raised, message = note["returned"]["refusals"][1]
         assert raised in ("WeightReadError", "RankError")
         assert "was changed since it was opened" in message
-
-
-FILES, OTHER = ((1, 10),), ((2, 10),)
-SOURCE = Path("a source")
-
-
-@pytest.mark.parametrize(
-    ("facts", "less"),
-    [
-        ([("a", None, False)] * 2, True),
-        ([("a", FILES, False)] * 2, False),
-        ([("a", FILES, False), ("b", FILES, False)], True),
-        ([("a", FILES, True), ("b", FILES, False)], True),
-        ([("a", FILES, True), ("b", FILES, True)], False),
-        ([("a", FILES, False), ("b", OTHER, False)], False),
-    ],
-    ids=["source", "one host", "shared", "cached on one host", "cached", "copies"],
-)
-def test_auto_reads_together_where_that_reads_less(facts: Any, less: bool) -> None:
-    """Ranks read together from a source, or from files that several hosts share and lack."""
-    ranks = [Facts(*each) for each in facts]
-    assert reads_less(ranks) is less
-    assert chosen("auto", PairsCheckpoint(SOURCE, {}), lambda _: ranks) is less
-    assert chosen(True, PairsCheckpoint(SOURCE, {}), lambda _: []) is True
-
-
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells what is cached")
-def test_the_page_cache_is_asked(tmp_path: Path) -> None:
-    """A file that was written just now is cached; it is not once the kernel has dropped it."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 20))
-    assert is_cached([path])
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if os.statvfs(tmp_path).f_fsid:  # tmpfs is the page cache
-        assert not is_cached([path])
-
-
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells what is cached")
-def test_a_part_that_is_not_cached_is_found(tmp_path: Path) -> None:
-    """Wherever it is in a file, and whichever of the files it is in."""
-    size = 1 << 21  # as much as the page cache may hold as one
-    paths = [tmp_path / "partly", tmp_path / "whole"]
-    for path in paths:
-        path.write_bytes(bytes(4 * size))
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # what is not on the disk stays in memory
-    for order in (paths, paths[::-1]):
-        for part in range(4):
-            for path in paths:
-                path.read_bytes()
-            assert is_cached(order)
-            with paths[0].open("rb") as file:
-                os.posix_fadvise(file.fileno(), part * size, size, os.POSIX_FADV_DONTNEED)
-            if os.statvfs(tmp_path).f_fsid:  # tmpfs is the page cache
-                assert not is_cached(order), part
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux only")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from vllm_module.kernels.attention.compiled_attention import compiled_attention, compiled_rotation
 from vllm_module.kernels.attention.paged_layout import SingleTokens
-from vllm_module.kernels.matmul.torch_threads import in_threads
+from vllm_module.kernels.matmul.torch_threads import bits_of, in_threads
 from vllm_module.kernels.rows.few_rows import compile_few_rows
 
 _CACHED = torch.float32, torch.bfloat16
@@ -65,7 +64,7 @@ def attend_on_pages(
         *(singles.rows.data_ptr(), len(singles.rows), output.data_ptr()),
         *(query.shape[1], kv_heads, head_size, page_size, sliding_window or 0),
         *(0 if x is None else x.data_ptr() for x in scores),
-        *(_bits(scale), _bits(softcap or 0.0), query.dtype == torch.bfloat16),
+        *(bits_of(scale), bits_of(softcap or 0.0), query.dtype == torch.bfloat16),
     )
     _attention(k_cache.dtype == torch.bfloat16, torch.get_num_threads())(numbers)
     return output
@@ -117,14 +116,9 @@ def rotate_on_pages(
         *(v_cache.data_ptr(), *v_cache.stride()[:3]),
         *(k_cache.shape[1], slots.data_ptr(), slots.stride(0)),
         *(0 if x is None else x.data_ptr() for x in (q_weight, k_weight)),
-        *(_bits(eps), _bits(weight_offset), query.dtype == torch.bfloat16),
+        *(bits_of(eps), bits_of(weight_offset), query.dtype == torch.bfloat16),
     )
     _rotation(torch.get_num_threads())(numbers)
-
-
-@functools.lru_cache(maxsize=256)
-def _bits(number: float) -> int:
-    return int(np.float64(number).view(np.int64))
 
 
 @functools.cache

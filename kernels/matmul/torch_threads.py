@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_module.kernels.recording import recording_in_use
@@ -117,6 +118,12 @@ def compiled(function: Any) -> Any:
             "numba keeps what it compiles for this CPU, and found no folder that it can write: set "
             "NUMBA_CACHE_DIR to one"
         ) from error
+
+
+@functools.lru_cache(maxsize=256)
+def bits_of(number: float) -> int:
+    """Return the bits of a float64 as one of the integers that a loop is given."""
+    return int(np.float64(number).view(np.int64))
 
 
 def in_threads(function: Any, threads: int) -> Callable[..., None]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from vllm_module.kernels.matmul.products import products_in_use
-from vllm_module.kernels.matmul.torch_threads import in_threads
+from vllm_module.kernels.matmul.torch_threads import bits_of, in_threads
 from vllm_module.kernels.recurrent.compiled_states import compiled_convolution, compiled_scan
 from vllm_module.kernels.recurrent.recurrent_state import single_tokens
 
@@ -74,7 +73,7 @@ def scan_states(
         *(b.data_ptr(), *b.stride()[:2], c.data_ptr(), *c.stride()[:2]),
         *(0 if each is None else each.data_ptr() for each in vectors),
         *(state.data_ptr(), state.stride(0), state_slots.data_ptr(), contexts.data_ptr()),
-        *(y.data_ptr(), _bits(dt_min), _bits(dt_max), _NARROW[x.dtype], _NARROW[state.dtype]),
+        *(y.data_ptr(), bits_of(dt_min), bits_of(dt_max), _NARROW[x.dtype], _NARROW[state.dtype]),
     )
     _scan(torch.get_num_threads())(numbers, a, *vectors, contexts)
     return y
@@ -108,11 +107,6 @@ def convolve_states(
 
 def _wide(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.float().contiguous()
-
-
-@functools.lru_cache(maxsize=256)
-def _bits(number: float) -> int:
-    return int(np.float64(number).view(np.int64))
 
 
 @functools.cache

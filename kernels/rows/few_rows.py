@@ -10,10 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from vllm_module.kernels.matmul.torch_threads import in_threads
+from vllm_module.kernels.matmul.torch_threads import bits_of, in_threads
 from vllm_module.kernels.rows.compiled_few_rows import compiled_activation, compiled_norm
 
 _MOST = 1 << 17  # numbers; torch computes more of them as fast, and in several threads
@@ -52,7 +51,7 @@ def norm_few_rows(
     rows = x.numel() // columns
     _norm(_threads(x))((
         rows, columns, x.data_ptr(), 0 if residual is None else residual.data_ptr(),
-        weight.data_ptr(), y.data_ptr(), total.data_ptr(), _bits(eps), _bits(weight_offset),
+        weight.data_ptr(), y.data_ptr(), total.data_ptr(), bits_of(eps), bits_of(weight_offset),
         x.dtype == torch.bfloat16,
     ))  # fmt: skip
     return y, total
@@ -75,11 +74,6 @@ def activate_few_rows(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 def _threads(x: torch.Tensor) -> int:
     return max(1, min(torch.get_num_threads(), x.numel() // _PER_THREAD))
-
-
-@functools.lru_cache(maxsize=256)
-def _bits(number: float) -> int:
-    return int(np.float64(number).view(np.int64))
 
 
 @functools.cache

@@ -73,31 +73,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 # Models with recurrent state, by transformers' names of their entries.
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": {
-        "model_type": "mamba2",
-        "hidden_size": 256,
-        "num_hidden_layers": 8,
-        "num_heads": 16,
-        "head_dim": 32,
-        "state_size": 64,
-        "n_groups": 1,
-        "vocab_size": 8000,
+        "model_type": "mamba2", "hidden_size": 256, "num_hidden_layers": 8, "num_heads": 16,
+        "head_dim": 32, "state_size": 64, "n_groups": 1, "vocab_size": 8000,
     },
     "hybrid": {
-        "model_type": "bamba",
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "attn_layer_indices": [3, 7],
-        "mamba_n_heads": 16,
-        "mamba_d_head": 32,
-        "mamba_d_state": 64,
-        "mamba_n_groups": 1,
-        "max_position_embeddings": 512,
+        "model_type": "bamba", "hidden_size": 256, "intermediate_size": 768,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "attn_layer_indices": [3, 7], "mamba_n_heads": 16, "mamba_d_head": 32,
+        "mamba_d_state": 64, "mamba_n_groups": 1, "max_position_embeddings": 512,
         "vocab_size": 8000,
     },
-}
+}  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {
         "model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024,

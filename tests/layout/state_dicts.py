@@ -218,7 +218,7 @@ def on_three_axes(folder: Path) -> None:
     for rank in range(math.prod(AXES)):
         dist.init_process_group("fake", rank=rank, world_size=math.prod(AXES))
         mesh = init_device_mesh("cpu", AXES)
-        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs lack it
         limit = timedelta(seconds=LIMIT)
         alone = private_group(store, 0, 1, torch.device("cpu"), limit)
         for shape, placements in given:
