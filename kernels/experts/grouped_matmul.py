@@ -10,6 +10,8 @@ import torch
 
 from vllm_module.kernels.dtypes import FLOATS, can_convert, capability
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
+from vllm_module.kernels.matmul.code_rows import eight_bit_rows, float_rows
+from vllm_module.kernels.matmul.code_rows_by_expert import multiplied_by_experts
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.kernels.matmul.matmul_configurations import (
     MatmulConfig,
@@ -159,7 +161,11 @@ def grouped_matmul_reference(
         own = weight[expert], scale[expert]
         return scaled_matmul_reference(x, *own, *block, bias, None, False, dtype)
 
-    return by_expert(x.to(dtype), product, weight.shape[1], offsets, bias, rows, top_k)
+    described: tuple[Any, ...] = float_rows, weight
+    if scale is not None:
+        described = eight_bit_rows, weight, scale, (block_rows, block_columns)
+    x, outputs = x.to(dtype), weight.shape[1]
+    return by_expert(x, product, outputs, offsets, bias, rows, top_k, described)
 
 
 def by_expert(
@@ -170,11 +176,24 @@ def by_expert(
     bias: torch.Tensor | None,
     rows: torch.Tensor | None,
     top_k: int,
+    described: tuple[Any, ...] = (),
 ) -> torch.Tensor:
     """Return products with the weights of the experts that have rows.
 
-    ``product`` returns that of an expert's rows, with its bias.
+    Args:
+        x, offsets, bias, rows, top_k: as for :func:`grouped_matmul`.
+        product: returns that of an expert's rows, with its bias.
+        outputs: number of outputs of an expert.
+        described: what describes the weights of all experts to
+            :func:`~vllm_module.kernels.matmul.code_rows_by_expert.multiplied_by_experts`, which
+            multiplies in one call where the loops of the extra ``cpu`` take them.
+
     """
+    if described and bias is None:
+        every = x if rows is None else x.index_select(0, rows // top_k)
+        y = multiplied_by_experts(every, offsets, *described)
+        if y is not None:
+            return y
 
     def multiply() -> torch.Tensor:
         y = x.new_empty(rows_of(x, rows), outputs)

@@ -15,6 +15,7 @@ from vllm_module.kernels.experts.grouped_matmul import (
     rows_of,
 )
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
+from vllm_module.kernels.matmul import code_rows
 from vllm_module.kernels.matmul.matmul_configurations import (
     PackedWeight,
     one_scale,
@@ -136,7 +137,9 @@ def grouped_matmul_packed_reference(
         own = words[expert], scales[expert], bits, along, order, group_size, own_zeros, own_groups
         return packed_matmul_reference(x, *own, None, bias)
 
-    return by_expert(x, product, scales.shape[1], offsets, bias, rows, top_k)
+    packing = Packing.of(bits, along, order)
+    described = code_rows.packed_rows, words, scales, packing, group_size, zeros, group_of, None
+    return by_expert(x, product, scales.shape[1], offsets, bias, rows, top_k, described)
 
 
 def grouped_matmul_packed_triton(*arguments: Any) -> torch.Tensor:

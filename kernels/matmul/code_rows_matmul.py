@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,18 +28,19 @@ _TRIED = 1, 8, 32, 128, 512  # numbers of rows that are timed
 _GAIN = 0.9  # largest share of the time of dequantizing first that the loops may take
 _ROUNDS = 5
 _WEIGHTS = 8, 1024, 1024  # larger than a cache, as a model's weights are
-_NARROW = {torch.float32: 0, torch.bfloat16: 1}  # what the loops read and write
+NARROW = {torch.float32: 0, torch.bfloat16: 1}  # what the loops read and write
 _NOTHING = torch.empty(0, device="cpu")
 _MOST_TOLD = 1 << 14  # weights of which it is kept what the loops are told; some 500 bytes each
 
 
-def takes_code_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def takes_code_rows(x: torch.Tensor, weight: torch.Tensor, rows: int | None = None) -> bool:
     """Return whether a product with a weight in codes or floats is computed by the loops.
 
-    They were chosen for so many rows (:class:`~vllm_module.kernels.matmul.products.Products`), and
-    no derivative is needed.
+    They were chosen for so many rows (:class:`~vllm_module.kernels.matmul.products.Products`), all
+    of ``x`` unless given, and no derivative is needed.
     """
-    chosen, rows = products_in_use.get(), x.numel() // max(1, x.shape[-1])
+    chosen = products_in_use.get()
+    rows = x.numel() // max(1, x.shape[-1]) if rows is None else rows
     return (
         (rows in chosen.floats if weight.dtype in FLOATS else 0 < rows <= chosen.codes)
         and x.is_cpu
@@ -71,15 +72,14 @@ def multiplied_by_codes(
     """
     if not takes_code_rows(x, weight[0]):
         return None
-    key = describe, *(_memory(each) if isinstance(each, torch.Tensor) else each for each in weight)
+    key = describe, *map(memory_of, weight)
     told = _told.get(key)
     if told is None:
         codes = describe(*weight)
         if codes is None:
             return None
-        told, made = _tell(codes)
-        given = {each.data_ptr() for each in weight if isinstance(each, torch.Tensor)}
-        if codes.group_of is None and not made and _addresses(codes) <= given:
+        told, made = tell(codes)
+        if lasts(codes, made, weight):
             if len(_told) >= _MOST_TOLD:
                 _told.clear()
             _told[key] = told
@@ -107,13 +107,13 @@ def code_rows_matmul(
         ImportError: numba is not installed.
 
     """
-    told, made = _tell(weight)
+    told, made = tell(weight)
     product = _product(x, told, bias, dtype)
     del made  # the loops have read it
     return product
 
 
-class _Told(NamedTuple):
+class Told(NamedTuple):
     """What the loops are told of a weight.
 
     Attributes:
@@ -133,20 +133,31 @@ class _Told(NamedTuple):
     outputs: int
 
 
-_told: dict[object, _Told] = {}
+_told: dict[object, Told] = {}
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
+def memory_of(argument: Any) -> object:
+    """Return where a tensor is and how its numbers lie there; another argument as it is."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return argument.data_ptr(), argument.shape, argument.dtype, argument.is_contiguous()
 
 
-def _addresses(weight: CodeRows) -> set[int]:
-    """Return where the numbers of a weight are, but for its constants."""
+def lasts(weight: CodeRows, made: list[torch.Tensor], given: Iterable[object]) -> bool:
+    """Return whether what :func:`tell` returned depends on nothing but where tensors are.
+
+    Args:
+        weight, made: what it was given, and the tensors that it made.
+        given: arguments that describe the weight.
+
+    """
+    known = {each.data_ptr() for each in given if isinstance(each, torch.Tensor)}
     tensors = weight.rows, weight.scales, weight.zeros
-    return {each.data_ptr() for each in tensors if each is not None and each.numel()}
+    used = {each.data_ptr() for each in tensors if each is not None and each.numel()}
+    return weight.group_of is None and not made and used <= known
 
 
-def _tell(weight: CodeRows) -> tuple[_Told, list[torch.Tensor]]:
+def tell(weight: CodeRows) -> tuple[Told, list[torch.Tensor]]:
     """Return what the loops are told of a weight, and tensors made for that, which they read."""
     order, place, starts = weight.order, _places(tuple(weight.places)), _places(())
     made = []
@@ -173,22 +184,22 @@ def _tell(weight: CodeRows) -> tuple[_Told, list[torch.Tensor]]:
             made.append(own)
         numbers += own.data_ptr(), *own.shape
     ordered = weight.group_of is not None
-    return _Told(weight.kind, ordered, weight.zero, tuple(numbers), order, output), made
+    return Told(weight.kind, ordered, weight.zero, tuple(numbers), order, output), made
 
 
 def _product(
-    x: torch.Tensor, told: _Told, bias: torch.Tensor | None, dtype: torch.dtype | None
+    x: torch.Tensor, told: Told, bias: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.dtype in _NARROW else rows.float()
+    rows = rows if rows.dtype in NARROW else rows.float()
     rows, order = rows.contiguous(), 0 if told.order is None else told.order.data_ptr()
     count, columns = rows.shape
     padded, dtype = -(-told.outputs // 8) * 8, dtype or x.dtype
     # The sum with a bias is rounded once, and so is a result of another dtype.
-    written = dtype if bias is None and dtype in _NARROW else torch.float32
+    written = dtype if bias is None and dtype in NARROW else torch.float32
     y = rows.new_empty(count, padded, dtype=written)
     own, result = (rows.data_ptr(), count, columns), (y.data_ptr(), count, padded)
-    how = _NARROW[rows.dtype], _NARROW[written], order
+    how = NARROW[rows.dtype], NARROW[written], order
     _multiply(told.kind, told.ordered)((told.zero, *own, *told.numbers, *result, *how), told.order)
     product = y if padded == told.outputs else y[:, : told.outputs]
     if bias is not None:
@@ -272,10 +283,15 @@ def _multiply(kind: int, ordered: bool) -> Callable[..., None]:
 
 @functools.cache
 def _loops(kind: int, ordered: bool, threads: int) -> Callable[..., None]:
+    return in_threads(compiled_loops(kind, ordered), threads)
+
+
+@functools.cache
+def compiled_loops(kind: int, ordered: bool) -> Any:
+    """Return the loops for a kind of weights. Raises ``ImportError`` without numba."""
     try:
-        compiled = compiled_multiply(kind, ordered)
+        return compiled_multiply(kind, ordered)
     except ModuleNotFoundError as error:
         raise ImportError(
             "multiplying codes on a CPU needs numba: pip install numba (the extra vllm-module[cpu])"
         ) from error
-    return in_threads(compiled, threads)

@@ -44,6 +44,11 @@ def numbers(address: Any, dtype: Any, shape: Any) -> Any:
     raise NotImplementedError
 
 
+def call(address: Any, argument: Any) -> None:
+    """Call a function of C, at an address, with an integer, in what numba compiles."""
+    raise NotImplementedError
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Return torch's library, in which symbols of the OpenMP library that it uses are found."""
@@ -58,7 +63,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def tell_numba() -> None:
-    """Tell numba what :func:`thread`, :func:`threads` and :func:`numbers` are.
+    """Tell numba what :func:`thread`, :func:`threads`, :func:`numbers` and :func:`call` are.
 
     They are functions of a module because numba finds what it has kept by the names of such. Other
     objects that it can call have another name in each process.
@@ -68,6 +73,7 @@ def tell_numba() -> None:
 
     """
     import llvmlite.binding
+    from llvmlite import ir
     from numba import carray, types  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import intrinsic, overload
 
@@ -84,7 +90,17 @@ def tell_numba() -> None:
 
         return types.CPointer(dtype.dtype)(address, dtype), generate
 
+    @intrinsic
+    def call_at(typing: Any, address: Any, argument: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            of_c = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+            builder.call(builder.inttoptr(arguments[0], of_c.as_pointer()), [arguments[1]])
+            return context.get_dummy_value()
+
+        return types.void(address, argument), generate
+
     casting: Any = cast
+    calling: Any = call_at
     own, of_all = external(_THREAD), external(_THREADS)
     overload(thread)(lambda: lambda: own())
     overload(threads)(lambda: lambda: of_all())
@@ -92,6 +108,9 @@ def tell_numba() -> None:
         lambda address, dtype, shape: (
             lambda address, dtype, shape: carray(casting(address, dtype), shape)
         )
+    )
+    overload(call)(
+        lambda function, argument: lambda function, argument: calling(function, argument)
     )
 
 

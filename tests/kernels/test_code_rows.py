@@ -392,6 +392,7 @@ def test_without_numba_nothing_is_chosen(
     # An environment without the extra.
     monkeypatch.setitem(sys.modules, "numba", None)
     home._loops.cache_clear()
+    home.compiled_loops.cache_clear()
     assert fastest_code_rows(1, lambda _: pytest.fail("it was measured")) == 0
     assert "vllm-module[cpu]" in caplog.text
     codes = eight_bit_rows(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 1), (1, 8))

@@ -174,8 +174,10 @@ def test_the_loops_are_chosen_for_the_rows_in_which_they_are_faster(
 @pytest.fixture
 def _no_loops_are_compiled() -> Iterator[None]:
     home._loops.cache_clear()
+    home.compiled_loops.cache_clear()
     yield
     home._loops.cache_clear()
+    home.compiled_loops.cache_clear()
 
 
 @pytest.mark.usefixtures("_no_loops_are_compiled")

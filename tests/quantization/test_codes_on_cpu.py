@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from vllm_module import vLLMModule
 from vllm_module.distributed import expert_parallel, run_ranks
-from vllm_module.kernels.matmul import code_rows_matmul
+from vllm_module.kernels.matmul import code_rows_by_expert, code_rows_matmul
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.layers import FusedMoE, MergedColumnParallelLinear, RowParallelLinear
@@ -155,7 +155,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(x))
         return multiplied(x, *arguments)
 
+    of_experts = code_rows_by_expert._product
+
+    def call_of_experts(x: torch.Tensor, offsets: torch.Tensor, told: Any) -> torch.Tensor:
+        seen.extend(count for count in offsets.diff().tolist() if count)
+        return of_experts(x, offsets, told)
+
+    # Results do not tell what multiplied.
     monkeypatch.setattr(code_rows_matmul, "_product", call)
+    monkeypatch.setattr(code_rows_by_expert, "_product", call_of_experts)
     return seen
 
 

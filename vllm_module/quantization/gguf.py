@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups
+from vllm_module.kernels.matmul.code_rows import block_rows, float_rows
 from vllm_module.kernels.matmul.gguf_blocks import block_scales, blocks_matmul, dequantize_blocks
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.linear import linear
@@ -138,7 +139,11 @@ class GGUFMethod(QuantizeMethod):
         def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return _product((_Part(weight[expert], kind) for weight, kind in parts), x, bias)
 
-        return rows.product(by_expert, product, outputs)
+        described: tuple[Any, ...] = ()
+        if len(parts) == 1:
+            (weight, kind), *_ = parts
+            described = (float_rows, weight) if kind is None else (block_rows, weight, kind)
+        return rows.product(by_expert, product, outputs, described=described)
 
     def _parts(self, layer: QuantizableLayer) -> Iterator[_Part]:
         """Yield the rows of the weight, in the order of the output."""
