@@ -42,6 +42,7 @@ EXTRAS = {
     ("vllm_module.weights.stores.obstore_client", "obstore"): "stores",
     ("vllm_module.kernels.digest.compiled", "numba"): "digest",
     ("vllm_module.kernels.attention.compiled_attention", "numba"): "cpu",
+    ("vllm_module.kernels.experts.compiled_routing", "numba"): "cpu",
     ("vllm_module.kernels.matmul.compiled_rows", "numba"): "cpu",
     ("vllm_module.kernels.recurrent.compiled_states", "numba"): "cpu",
     ("vllm_module.kernels.rows.compiled_few_rows", "numba"): "cpu",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.experts.few_tokens import combine_few, takes_few_tokens
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 
 _TILE = 1024  # features of a program
@@ -45,7 +46,9 @@ def combine_experts(
 def combine_experts_reference(
     y: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Combine in plain torch; see :func:`combine_experts`."""
+    """Combine in plain torch, or few rows in a loop; see :func:`combine_experts`."""
+    if takes_few_tokens(y):
+        return combine_few(y, order, offsets, weights)
     tokens, top_k = weights.shape
     place = torch.empty(len(order), dtype=torch.int64, device=y.device)
     place[order.long()] = torch.arange(len(order), device=y.device)

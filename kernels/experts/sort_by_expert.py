@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_module.kernels.experts.few_tokens import sort_few, takes_few_tokens
 from vllm_module.kernels.operators import expect, operator, tl, triton
 
 _TILE = 2048  # rows that a program reads in one step
@@ -40,7 +41,9 @@ def sort_by_expert(
 def sort_by_expert_reference(
     experts: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort in plain torch; see :func:`sort_by_expert`."""
+    """Sort in plain torch, or a few rows in a loop; see :func:`sort_by_expert`."""
+    if takes_few_tokens(experts):
+        return sort_few(experts, first, count)
     local = experts.reshape(-1) - first
     local = torch.where((local >= 0) & (local < count), local, count)
     ascending, order = local.sort(stable=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.experts.few_tokens import choose_few, takes_few_tokens
 from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
 
 _LEAST = -(2**63)  # sort key of an expert that cannot be chosen
@@ -94,7 +95,18 @@ def topk_routing_reference(
     topk_group: int,
     routed_scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts in plain torch; see :func:`topk_routing`."""
+    """Choose experts in plain torch, or a few tokens' in loops; see :func:`topk_routing`."""
+    if takes_few_tokens(logits):
+        return choose_few(
+            logits,
+            top_k,
+            scoring_func,
+            renormalize,
+            correction_bias,
+            groups,
+            topk_group,
+            routed_scaling_factor,
+        )
     logits = logits.float()
     scores = logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
     # Scores are monotonic in their logits, and fewer logits are equal.

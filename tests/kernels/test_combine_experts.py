@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import runpy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,11 @@ from vllm_module.kernels.experts.combine_experts import (
 )
 from vllm_module.kernels.experts.sort_by_expert import sort_by_expert
 
-RUNS = pytest.mark.parametrize("run", [combine_experts_reference, combine_experts_triton])
+in_loops: Any = runpy.run_path(str(Path(__file__).with_name("in_loops.py")))["in_loops"]
+RUNS = pytest.mark.parametrize(
+    "run",
+    [combine_experts_reference, combine_experts_triton, in_loops(combine_experts_reference)],
+)
 
 
 def exactly(y, order, offsets, weights) -> torch.Tensor:

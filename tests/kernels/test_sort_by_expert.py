@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +17,8 @@ from vllm_module.kernels.experts.sort_by_expert import (
     sort_by_expert_reference,
     sort_by_expert_triton,
 )
+
+in_loops: Any = runpy.run_path(str(Path(__file__).with_name("in_loops.py")))["in_loops"]
 
 
 @given(
@@ -37,7 +43,8 @@ def test_any_experts_of_any_rank(tokens, top_k, experts, first, count, seed) -> 
     starts = [sum(e in own and e < expert for e in flat) for expert in (*own, first + count)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_TILE", 32)  # several steps
-        for run in (sort_by_expert, sort_by_expert_reference, sort_by_expert_triton):
+        (looped,) = in_loops(sort_by_expert_reference).values
+        for run in (sort_by_expert, sort_by_expert_reference, sort_by_expert_triton, looped):
             order, offsets = run(chosen, first, count)
             assert (order.dtype, offsets.dtype) == (torch.int32, torch.int32)
             assert order.tolist() == expected

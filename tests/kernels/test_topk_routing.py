@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import mmap
+import runpy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,10 @@ from vllm_module.kernels.experts.topk_routing import (
     topk_routing_triton,
 )
 
-RUNS = pytest.mark.parametrize("run", [topk_routing_reference, topk_routing_triton])
+in_loops: Any = runpy.run_path(str(Path(__file__).with_name("in_loops.py")))["in_loops"]
+RUNS = pytest.mark.parametrize(
+    "run", [topk_routing_reference, topk_routing_triton, in_loops(topk_routing_reference)]
+)
 # Experts, top_k, groups and those kept, scoring, renormalized, biased.
 CASES = [
     (8, 2, 1, 1, "softmax", True, False),
@@ -167,6 +173,8 @@ def test_what_is_not_finite_stays_in_its_token(scoring, groups, biased) -> None:
         assert torch.equal(got[[0, 8]], expected)
     reference = topk_routing_reference(logits, *arguments)
     torch.testing.assert_close(both, reference, equal_nan=True)
+    (looped,) = in_loops(topk_routing_reference).values
+    torch.testing.assert_close(looped(logits, *arguments), reference, equal_nan=True)
 
 
 @RUNS
