@@ -90,6 +90,91 @@ def compiled_scan() -> Any:
     return compiled(scan)
 
 
+def compiled_delta_rule() -> Any:
+    """Return one step of the gated delta rule, for some heads of some tokens in each thread.
+
+    A state is read twice and written once: the output is ``exp(g) S^T q + (k . q) u``, which needs
+    the state before alone.
+
+    Arguments: tokens, heads, heads of keys, features of keys and of values; ``q``, ``k`` and ``v``,
+    each with strides of tokens and heads; ``g``, float32 ``[tokens, heads]``; ``beta`` with the
+    stride of tokens; states with the stride of slots; slots, int64; contexts, int32; the output;
+    the scale; what is added to the squares of a length, or a negative number where queries and keys
+    are not divided by it; whether inputs and output are bfloat16, and whether states are.
+
+    Raises:
+        ImportError: numba is not installed, or torch has no threads of OpenMP.
+
+    """
+    from numba.extending import register_jitable
+
+    for function in (*USED, exp):
+        register_jitable(function)
+    written = WRITTEN
+
+    def replace(argument: Any) -> None:
+        assert written
+        at = numbers(argument, np.int64, (26,))
+        tokens, heads, key_heads, keys, values = at[0], at[1], at[2], at[3], at[4]
+        narrow, narrow_state = at[24], at[25]
+        bytes_of_one, bytes_of_state = 2 if narrow else 4, 2 if narrow_state else 4
+        g = numbers(at[14], np.float32, (tokens, heads))
+        slots = numbers(at[19], np.int64, (tokens,))
+        contexts = numbers(at[20], np.int32, (tokens,))
+        scale = np.float32(np.int64(at[22]).view(np.float64))
+        epsilon = np.float32(np.int64(at[23]).view(np.float64))
+        q, k = np.empty(keys, np.float32), np.empty(keys, np.float32)
+        v, given = np.empty(values, np.float32), np.empty(1, np.float32)
+        found, y = np.empty(values, np.float32), np.empty(values, np.float32)
+        scratch = np.empty((keys, values), np.float32)
+        items = tokens * heads
+        for item in range(items * thread() // threads(), items * (thread() + 1) // threads()):
+            token, head = item // heads, item % heads
+            key_head, slot = head // (heads // key_heads), slots[token]
+            load(at[5] + bytes_of_one * (token * at[6] + key_head * at[7]), narrow, q)
+            load(at[8] + bytes_of_one * (token * at[9] + key_head * at[10]), narrow, k)
+            load(at[11] + bytes_of_one * (token * at[12] + head * at[13]), narrow, v)
+            load(at[15] + bytes_of_one * (token * at[16] + head), narrow, given)
+            of_q, of_k, both = np.float32(0), np.float32(0), np.float32(0)
+            for key in range(keys):
+                of_q += q[key] * q[key]
+                of_k += k[key] * k[key]
+                both += q[key] * k[key]
+            of_q = np.float32(1) / np.sqrt(of_q + epsilon) if epsilon >= 0 else np.float32(1)
+            of_k = np.float32(1) / np.sqrt(of_k + epsilon) if epsilon >= 0 else np.float32(1)
+            both *= of_q * of_k * scale
+            for key in range(keys):
+                q[key] *= of_q * scale
+                k[key] *= of_k
+            decay, place = np.float32(exp(g[token, head])), np.int64(0)
+            state = scratch
+            if slot >= 0:
+                place = at[17] + bytes_of_state * (slot * at[18] + head * keys * values)
+                if not narrow_state:
+                    state = numbers(place, np.float32, (keys, values))
+            if slot < 0 or contexts[token] <= 1:
+                state[:] = 0
+            elif narrow_state:
+                load(place, narrow_state, state.reshape(keys * values))
+            found[:] = 0
+            y[:] = 0
+            for key in range(keys):
+                for value in range(values):
+                    found[value] += k[key] * state[key, value]
+                    y[value] += q[key] * state[key, value]
+            for value in range(values):
+                v[value] = given[0] * (v[value] - decay * found[value])
+                y[value] = decay * y[value] + both * v[value]
+            for key in range(keys):
+                for value in range(values):
+                    state[key, value] = decay * state[key, value] + k[key] * v[value]
+            if slot >= 0 and narrow_state:
+                store(state.reshape(keys * values), place, narrow_state)
+            store(y, at[21] + bytes_of_one * item * values, narrow)
+
+    return compiled(replace)
+
+
 def compiled_convolution() -> Any:
     """Return the convolution of one token with its sequence's last inputs, and keep those.
 

@@ -31,6 +31,7 @@ from vllm_module.kernels.recurrent.recurrent_state import (
     single_tokens,
     store_states,
 )
+from vllm_module.kernels.recurrent.states_on_cpu import replace_in_states, takes_states
 
 _EPSILON = 1e-6  # constant in the norms of queries and keys, as in transformers
 CHUNK = 64  # tokens of a chunk in plain torch
@@ -86,6 +87,13 @@ def gated_delta_rule(
     check_state(q, state, shape, state_slots, query_start_loc, context_lens)
     places = state_slots, query_start_loc, context_lens
     factor = dk**-0.5 if scale is None else scale
+    if takes_states(v, state, state_slots, max_query_len, q, k, beta):
+        assert state is not None
+        assert state_slots is not None
+        assert context_lens is not None
+        epsilon = _EPSILON if l2_norm else -1.0
+        own = state, state_slots, context_lens
+        return replace_in_states(q, k, v, g, beta, *own, factor, epsilon)
     return _gated_delta_rule(q, k, v, g, beta, state, *places, max_query_len, factor, l2_norm)
 
 

@@ -14,7 +14,11 @@ import torch
 
 from vllm_module.kernels.matmul.products import products_in_use
 from vllm_module.kernels.matmul.torch_threads import bits_of, in_threads
-from vllm_module.kernels.recurrent.compiled_states import compiled_convolution, compiled_scan
+from vllm_module.kernels.recurrent.compiled_states import (
+    compiled_convolution,
+    compiled_delta_rule,
+    compiled_scan,
+)
 from vllm_module.kernels.recurrent.recurrent_state import single_tokens
 
 _NARROW = {torch.float32: 0, torch.bfloat16: 1}  # what the loops read and write
@@ -79,6 +83,36 @@ def scan_states(
     return y
 
 
+def replace_in_states(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    state_slots: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    epsilon: float,
+) -> torch.Tensor:
+    """Compute one token of each sequence by the gated delta rule, and write its state.
+
+    Arguments are those of :func:`~vllm_module.kernels.recurrent.gated_delta_rule.gated_delta_rule`,
+    and what is added to the squares of lengths, negative if nothing is divided by them.
+    """
+    y = torch.empty_like(v, memory_format=torch.contiguous_format)
+    g, contexts = g.contiguous(), context_lens.int().contiguous()
+    numbers = (
+        *(*v.shape[:2], q.shape[1], q.shape[2], v.shape[2]),
+        *(number for each in (q, k, v) for number in (each.data_ptr(), *each.stride()[:2])),
+        *(g.data_ptr(), beta.data_ptr(), beta.stride(0), state.data_ptr(), state.stride(0)),
+        *(state_slots.data_ptr(), contexts.data_ptr(), y.data_ptr()),
+        *(bits_of(scale), bits_of(epsilon), _NARROW[v.dtype], _NARROW[state.dtype]),
+    )
+    _delta_rule(torch.get_num_threads())(numbers, g, contexts)
+    return y
+
+
 def convolve_states(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -112,6 +146,11 @@ def _wide(x: torch.Tensor | None) -> torch.Tensor | None:
 @functools.cache
 def _scan(threads: int) -> Callable[..., None]:
     return in_threads(compiled_scan(), threads)
+
+
+@functools.cache
+def _delta_rule(threads: int) -> Callable[..., None]:
+    return in_threads(compiled_delta_rule(), threads)
 
 
 @functools.cache

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.kernels.recurrent import causal_conv1d as convolutions
+from vllm_module.kernels.recurrent import gated_delta_rule as rules
 from vllm_module.kernels.recurrent import mamba2_scan as scans
 from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d
+from vllm_module.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from vllm_module.kernels.recurrent.mamba2_scan import mamba2_scan
 
 pytest.importorskip("numba")
@@ -45,6 +47,7 @@ def only_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # Results do not tell what computed them.
     monkeypatch.setattr(scans, "_mamba2_scan", refuse)
+    monkeypatch.setattr(rules, "_gated_delta_rule", refuse)
     monkeypatch.setattr(convolutions, "_causal_conv1d", refuse)
 
 
@@ -123,6 +126,45 @@ def test_a_step_of_a_convolution_has_the_last_inputs(
     assert_states(state, old, window[:, :, 1:])
     exact = state_dtype == torch.float32 or dtype == torch.bfloat16
     assert not exact or torch.equal(state[SLOTS[USED]].double(), window[USED, :, 1:])
+
+
+@pytest.mark.usefixtures("only_loops")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize(("key_heads", "keys", "values"), [(1, 1, 5), (3, 16, 33), (6, 40, 16)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_of_the_gated_delta_rule_replaces_the_value_of_a_key(
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    key_heads: int,
+    keys: int,
+    values: int,
+    whole: bool,
+) -> None:
+    """Keys have the length one, or their own; the scale is the usual one, or given."""
+    heads, options = 6, {} if whole else {"scale": 0.7, "l2_norm": False}
+    widths = [key_heads * keys, key_heads * keys, heads * values, heads]
+    q, k, v, beta = torch.randn(TOKENS, sum(widths)).to(dtype).split(widths, 1)
+    q, k = (each.unflatten(1, (key_heads, keys)) for each in (q, k))
+    v, beta = v.unflatten(1, (heads, values)), beta.sigmoid()
+    g = -torch.rand(heads, TOKENS).t()
+    state = torch.randn(7, heads, keys, values).to(state_dtype)
+    old = state.clone()
+    y = gated_delta_rule(q, k, v, g, beta, state, **PLACES, **options)
+    of_keys = [each.double().repeat_interleave(heads // key_heads, 1) for each in (q, k)]
+    if whole:
+        of_keys = [each * (each.square().sum(-1, True) + 1e-6).rsqrt() for each in of_keys]
+    wide_q, wide_k = of_keys[0] * (keys**-0.5 if whole else 0.7), of_keys[1]
+    before = g.double().exp()[..., None, None] * before_of(old)
+    found = (before * wide_k[..., None]).sum(2)
+    u = beta.double()[..., None] * (v.double() - found)
+    new = before + wide_k[..., None] * u[:, :, None]
+    expected = (new * wide_q[..., None]).sum(2)
+    assert (y.dtype, y.shape) == (dtype, v.shape)
+    near = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7}[dtype]
+    torch.testing.assert_close(y.double()[USED], expected[USED], rtol=near, atol=20 * near)
+    assert y.isfinite().all()
+    assert_states(state, old, new)
 
 
 @pytest.mark.parametrize("case", ["several tokens", "half", "derivatives", "a state in columns"])
