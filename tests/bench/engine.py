@@ -1,9 +1,10 @@
 """The engine against transformers' generate: the same model, prompts and tokens, in one run.
 
-    python tests/bench/engine.py [--shapes 3M 58M 0.6B mamba2 hybrid mixtral]
+    python tests/bench/engine.py [--shapes 3M 58M 0.6B mamba2 hybrid next mixtral]
         [--out tests/bench/results/engine.json]
 
-mamba2 and hybrid (Bamba) are models of some millions of parameters with recurrent state; mixtral
+mamba2, hybrid (Bamba) and next (Qwen3-Next) are models of some millions of parameters with
+recurrent state; mixtral
 has 112 million, most of them in experts.
 Refuses to print a number unless both give the same tokens. The engine takes turns with transformers
 twice: with the products that it chose on this processor, and with torch's own, which transformers
@@ -82,6 +83,14 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "attn_layer_indices": [3, 7], "mamba_n_heads": 16, "mamba_d_head": 32,
         "mamba_d_state": 64, "mamba_n_groups": 1, "max_position_embeddings": 512,
         "vocab_size": 8000,
+    },
+    "next": {
+        "model_type": "qwen3_next", "hidden_size": 256, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+        "max_position_embeddings": 512, "vocab_size": 8000,
     },
 }  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
