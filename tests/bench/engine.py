@@ -4,8 +4,7 @@
         [--out tests/bench/results/engine.json]
 
 mamba2, hybrid (Bamba) and next (Qwen3-Next) are models of some millions of parameters with
-recurrent state; mixtral
-has 112 million, most of them in experts.
+recurrent state; mixtral has 112 million, most of them in experts.
 Refuses to print a number unless both give the same tokens. The engine takes turns with transformers
 twice: with the products that it chose on this processor, and with torch's own, which transformers
 has. Also measures what a step of 64 sequences costs without the model (scheduling, laying out,

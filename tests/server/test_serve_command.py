@@ -53,8 +53,9 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
     base = f"http://127.0.0.1:{port}"
     arguments = [str(folder) if word == "CKPT" else word for word in serve[1:]]
     arguments = [str(port) if word == "8000" else word for word in arguments]
+    options = shlex.split("--device cpu --max-num-seqs 3 --kv-cache-memory-bytes 131072")
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_module.cli", *arguments, "--device", "cpu"],
+        [sys.executable, "-m", "vllm_module.cli", *arguments, *options, "--enforce-eager"],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"VLLM_MODULE_ADMIN_KEY": "one two"},
@@ -80,6 +81,10 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
             found = json.load(answer)
         assert found["usage"]["completion_tokens"] == 9
         assert found["model"] == str(folder)
+        with urllib.request.urlopen(f"{base}/summary") as answer:
+            facts = json.dumps(json.load(answer))
+        assert "3 in a step" in facts
+        assert "64 pages of 16 tokens" in facts
         resumed = urllib.request.Request(
             f"{base}/resume", b"", {"Authorization": "Bearer two"}, method="POST"
         )

@@ -63,4 +63,5 @@ class CacheDType(str, Enum):
 
 
 FORMATS = Quantization.compressed_tensors, Quantization.gptq, Quantization.awq
-SCHEMES = [each for each in Quantization if each not in FORMATS]
+_LONGEST = Quantization.int8_per_channel_weight_only
+SHORT_SCHEMES = [each for each in Quantization if each not in (*FORMATS, _LONGEST)]

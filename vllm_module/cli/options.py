@@ -15,7 +15,7 @@ import typer
 
 from vllm_module.cli.choices import (
     FORMATS,
-    SCHEMES,
+    SHORT_SCHEMES,
     CacheDType,
     DType,
     LoadFormat,
@@ -182,9 +182,11 @@ class PrecisionOptions(DTypeOptions):
         Quantization | None,
         typer.Option(
             metavar="SCHEME",
-            help=f"Quantize linear layers while loading: {_listed(SCHEMES)}; fp8 is "
-            "fp8_per_tensor. A quantized checkpoint needs no option: its config.json names the "
-            f"format. For one, fp8, bitsandbytes, {_listed(FORMATS)} refuse any other format.",
+            # The longest name has no comma, so that it is not broken in a narrow terminal.
+            help=f"Quantize linear layers while loading: {_listed(SHORT_SCHEMES)} or "
+            "int8_per_channel_weight_only (fp8 is fp8_per_tensor). A quantized checkpoint needs no "
+            "option: its config.json names the format. For one, fp8, bitsandbytes, "
+            f"{_listed(FORMATS)} refuse any other format.",
         ),
     ] = None
 

@@ -1,4 +1,4 @@
-"""The options of a server: where it listens, who may ask and how much, and its adapters."""
+"""The options of a server: where it listens, who may ask and how much, its steps and adapters."""
 
 from __future__ import annotations
 
@@ -56,6 +56,49 @@ class ServedAdapterOptions(Options):
                 continue
             raise typer.BadParameter(problem, param_hint="--lora-modules")
         return found
+
+
+@dataclass(frozen=True)
+class StepOptions(Options):
+    """How much an engine computes at once, and the memory of its cache, by vLLM's names."""
+
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most samples in a step; others wait.")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Most tokens in a step; longer prompts are computed in several steps.",
+        ),
+    ] = 2048
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1,
+            metavar="X",
+            help="Share of a GPU's memory for weights, one step and the KV cache.",
+        ),
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Bytes of the KV cache on each rank, instead of that share. On a CPU 1 GiB, "
+            "unless given.",
+            show_default=False,
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool,
+        typer.Option(
+            "--enforce-eager",
+            help="Compute every step without CUDA graphs, and without recordings on a CPU.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,8 @@ class LLM(
         """Return what was loaded and what memory it takes, as pairs of a name and a text."""
         if not hasattr(self, "model_config"):
             return [("state", "not loaded")]
-        executor, pool = self.executor, self.engine.scheduler.pool
+        executor, scheduler = self.executor, self.engine.scheduler
+        pool, longest = scheduler.pool, self.model_config.max_model_len
         worker, stages = executor.worker, executor.stages
         weights = sum(each.nbytes for each in (*worker.model.parameters(), *worker.model.buffers()))
         dtype = str(self.source.dtype).removeprefix("torch.")
@@ -327,7 +328,7 @@ class LLM(
             ("plan", f"{plan}: {mebibytes(held)} on rank {executor.rank}"),
             ("weights of a rank", mebibytes(weights)),
             ("cache of a rank", cache),
-            ("sequences", f"at most {self.model_config.max_model_len} tokens"),
+            ("sequences", f"at most {longest} tokens, {scheduler.max_num_seqs} in a step"),
             ("state", executor.end or self.engine.refusal or "ready"),
         ]
 

@@ -125,6 +125,6 @@ def test_loading_logs_three_lines(folder: Path, caplog: pytest.LogCaptureFixture
         rf"loaded in \d+\.\d s: model: {folder}; architecture: Qwen3ForCausalLM, float32; "
         r"layers: 2; device: cpu, ranks: 1; plan: tensor parallel 1, pipeline parallel 1: 1\.3 MiB "
         r"on rank 0; weights of a rank: 0\.3 MiB; cache of a rank: 128 pages of 16 tokens, 2048 in "
-        r"all, 1\.0 MiB; sequences: at most 128 tokens",
+        r"all, 1\.0 MiB; sequences: at most 128 tokens, 16 in a step",
         record.getMessage(),
     )

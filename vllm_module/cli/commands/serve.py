@@ -34,7 +34,7 @@ from vllm_module.cli.options import (
 )
 from vllm_module.cli.output import CommandError, announce, console, working
 from vllm_module.cli.ranks import is_first_rank, under_torchrun
-from vllm_module.cli.server_options import ServedAdapterOptions, ServerOptions
+from vllm_module.cli.server_options import ServedAdapterOptions, ServerOptions, StepOptions
 from vllm_module.cli.serving import serving
 from vllm_module.errors import UnsupportedModelError
 
@@ -57,6 +57,7 @@ def serve(
     *,
     server: ServerOptions,
     adapters: ServedAdapterOptions,
+    steps: StepOptions,
     ranks: EngineRankOptions,
     hosts: HostOptions,
     precision: PrecisionOptions,
@@ -120,6 +121,7 @@ def serve(
             kv_cache_dtype=kv_cache_dtype.value,
             max_loras=adapters.max_loras,
             max_cpu_loras=adapters.max_cpu_loras,
+            **steps.entries(),
             **shared,
         )
         llm = stack.enter_context(loading)  # returns on the first rank only
