@@ -8,6 +8,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 WIDE_FLOATS = (*FLOATS, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EIGHT_BITS = (*FP8, torch.int8)
+# Values of the 16 codes of float4_e2m1: a sign, and 0 to 6.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def greatest(dtype: torch.dtype) -> float:

@@ -189,9 +189,9 @@ def by_expert(
             multiplies in one call where the loops of the extra ``cpu`` take them.
 
     """
-    if described and bias is None:
+    if described:
         every = x if rows is None else x.index_select(0, rows // top_k)
-        y = multiplied_by_experts(every, offsets, *described)
+        y = multiplied_by_experts(every, offsets, bias, *described)
         if y is not None:
             return y
 

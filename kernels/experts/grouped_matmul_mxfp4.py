@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from vllm_module.kernels.dtypes import FLOATS
+from vllm_module.kernels.dtypes import E2M1, FLOATS
 from vllm_module.kernels.experts.grouped_matmul import by_expert, expect_groups, rows_of
 from vllm_module.kernels.experts.grouped_tile import grouped_tile, tiles_of
-from vllm_module.kernels.matmul.code_rows import packed_rows
-from vllm_module.kernels.matmul.code_rows_matmul import code_rows_matmul, takes_code_rows
+from vllm_module.kernels.matmul.code_rows import mxfp4_rows
+from vllm_module.kernels.matmul.code_rows_matmul import multiplied_by_codes
 from vllm_module.kernels.matmul.linear import linear
 from vllm_module.kernels.matmul.matmul_configurations import mxfp4_config_of
-from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.kernels.matmul.product_tile import added, clamped, loaded, written
 from vllm_module.kernels.operators import (
     expect,
@@ -24,8 +23,6 @@ from vllm_module.kernels.operators import (
     triton,
 )
 
-# Values of the codes: a sign, and 0 to 6.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Scales converted at once, with half a million elements: as many as fit a CPU's cache.
 _CHUNK = 1 << 14
 
@@ -115,16 +112,13 @@ def grouped_matmul_mxfp4_reference(
     """Multiply by the experts that have rows, one at a time, in plain torch."""
 
     def product(expert: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        own = blocks[expert]
-        if takes_code_rows(x, own):
-            values = torch.tensor(E2M1, dtype=torch.float32, device=x.device)
-            by = scales[expert].view(torch.float8_e8m0fnu).float()
-            codes = packed_rows(own.flatten(1), by, Packing(4), 32, None, None, values)
-            if codes is not None:
-                return code_rows_matmul(x, codes, bias)
-        return linear(x, dequantize_mxfp4(own, scales[expert], x.dtype), bias)
+        y = multiplied_by_codes(x, mxfp4_rows, blocks[expert], scales[expert], bias=bias)
+        if y is not None:
+            return y
+        return linear(x, dequantize_mxfp4(blocks[expert], scales[expert], x.dtype), bias)
 
-    return by_expert(x, product, blocks.shape[1], offsets, bias, rows, top_k)
+    described = mxfp4_rows, blocks, scales
+    return by_expert(x, product, blocks.shape[1], offsets, bias, rows, top_k, described)
 
 
 def grouped_matmul_mxfp4_triton(*arguments: Any) -> torch.Tensor:

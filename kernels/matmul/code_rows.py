@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_module.kernels.dtypes import E2M1
 from vllm_module.kernels.matmul.compiled_blocks import BLOCKS
-from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, FP8, IN_TABLE, INT8
+from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, FP8, IN_TABLE, INT8, MXFP4
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
 from vllm_module.kernels.matmul.packed_words import Packing
 
@@ -26,8 +27,10 @@ class CodeRows(NamedTuple):
         kind: how numbers are stored in a byte, in a word of 32 bits, or as floats.
         rows: uint8 ``[output, groups, bytes]``, contiguous; or int32 ``[output / 8, groups,
             inputs]`` if eight outputs share a word; or floats ``[output, 1, input]``.
-        scales: float32 ``[output, groups]``; without columns for floats, or if the bytes hold them.
-        zeros: uint8 ``[output, groups]``, subtracted from codes, if ``zero`` is not.
+        scales: float32 ``[output, groups]``; without columns for floats and MXFP4, or if the bytes
+            hold them.
+        zeros: uint8 ``[output, groups]``, subtracted from codes, if ``zero`` is not; of MXFP4 the
+            exponents of the scales, plus 127.
         zero: subtracted from all codes.
         table: float32, values of the codes; or ``None``.
         order: the input of each number in the order of rows; ``None`` if that is their order.
@@ -112,6 +115,18 @@ def packed_rows(
         _order_of(size, bits, words.dtype.itemsize, order),
         group_of,
     )
+
+
+def mxfp4_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> CodeRows:
+    """Return the weight of one expert of ``grouped_matmul_mxfp4``."""
+    size = blocks.shape[1:].numel()
+    none, order = torch.empty(len(blocks), 0, device="cpu"), _order_of(size, 4, 1, None)
+    return CodeRows(MXFP4, blocks.detach(), none, exponents.detach(), table=_e2m1(), order=order)
+
+
+@functools.cache
+def _e2m1() -> torch.Tensor:
+    return torch.tensor(E2M1, dtype=torch.float32, device="cpu")
 
 
 def block_rows(blocks: torch.Tensor, kind: str) -> CodeRows | None:

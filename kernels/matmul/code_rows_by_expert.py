@@ -24,7 +24,15 @@ from vllm_module.kernels.matmul.code_rows_matmul import (
     takes_code_rows,
     tell,
 )
-from vllm_module.kernels.matmul.torch_threads import call, compiled, in_threads, numbers, thread
+from vllm_module.kernels.matmul.compiled_rows import AT_ONCE
+from vllm_module.kernels.matmul.torch_threads import (
+    call,
+    compiled,
+    in_threads,
+    numbers,
+    thread,
+    threads,
+)
 
 _MOST_TOLD = 1 << 10  # layers of which it is kept what the loops are told
 _NUMBERS = 26  # integers that the loops are given for one product; see compiled_rows
@@ -51,7 +59,11 @@ _told: dict[object, _Told | None] = {}
 
 
 def multiplied_by_experts(
-    x: torch.Tensor, offsets: torch.Tensor, describe: Callable[..., CodeRows | None], *weight: Any
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    describe: Callable[..., CodeRows | None],
+    *weight: Any,
 ) -> torch.Tensor | None:
     """Return products of rows and the weights of their experts; ``None`` if they are not for loops.
 
@@ -62,6 +74,7 @@ def multiplied_by_experts(
         x: ``[rows, input]``, bfloat16, float16 or float32, on the CPU.
         offsets: int32 ``[experts + 1]``. Row ``r`` is that of the expert ``e`` with
             ``offsets[e] <= r < offsets[e + 1]``.
+        bias: ``[experts, output]``, of the dtype of ``x``, or ``None``.
         describe: a function of :mod:`~vllm_module.kernels.matmul.code_rows`, which describes the
             weight of one expert.
         weight: its arguments; each tensor has a leading dimension of experts, and the first one
@@ -80,7 +93,7 @@ def multiplied_by_experts(
             _told.clear()
         _told[key] = _tell(experts, describe, weight)
     told = _told[key]
-    return None if told is None else _product(x, offsets, told)
+    return None if told is None else _product(x, offsets, bias, told)
 
 
 def _tell(
@@ -104,27 +117,31 @@ def _tell(
     return _Told(first.kind, table, first.order, first.outputs)
 
 
-def _product(x: torch.Tensor, offsets: torch.Tensor, told: _Told) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None, told: _Told
+) -> torch.Tensor:
     rows = (x if x.dtype in NARROW else x.float()).contiguous()
     offsets, padded = offsets.contiguous(), -(-told.outputs // 8) * 8
-    y = rows.new_empty(len(rows), padded)
-    threads = torch.get_num_threads()
-    narrow, order = NARROW[rows.dtype], 0 if told.order is None else told.order.data_ptr()
-    _by_expert(threads)(
+    # The sum with a bias is rounded once.
+    y = rows.new_empty(len(rows), padded, dtype=rows.dtype if bias is None else torch.float32)
+    bias = None if bias is None else bias.float().contiguous()
+    order = 0 if told.order is None else told.order.data_ptr()
+    _by_expert(torch.get_num_threads())(
         (
             compiled_loops(told.kind, False).address,
             told.each.data_ptr(), len(told.each), offsets.data_ptr(),
-            rows.data_ptr(), rows.shape[1], y.data_ptr(), len(y), padded,
-            rows.itemsize, narrow, order,
+            rows.data_ptr(), rows.shape[1], NARROW[rows.dtype],
+            y.data_ptr(), len(y), padded, NARROW[y.dtype],
+            order, 0 if bias is None else bias.data_ptr(), told.outputs,
         ),
-        told.each, told.order,
+        told.each, told.order, bias,
     )  # fmt: skip
     return (y if padded == told.outputs else y[:, : told.outputs]).to(x.dtype)
 
 
 @functools.cache
-def _by_expert(threads: int) -> Callable[..., None]:
-    return in_threads(_compiled(), threads)
+def _by_expert(count: int) -> Callable[..., None]:
+    return in_threads(_compiled(), count)
 
 
 @functools.cache
@@ -134,21 +151,31 @@ def _compiled() -> Any:
 
 def _multiply(argument: Any) -> None:
     """Call the loops of one product for each expert that has rows, and write the other rows."""
-    at = numbers(argument, np.int64, (12,))
-    loops, experts, x, columns, y, rows, outputs = at[0], at[2], at[4], at[5], at[6], at[7], at[8]
+    at = numbers(argument, np.int64, (14,))
+    loops, experts, x, columns, x_narrow = at[0], at[2], at[4], at[5], at[6]
+    y, rows, padded, y_narrow, outputs = at[7], at[8], at[9], at[10], at[13]
     told = numbers(at[1], np.int64, (experts, _NUMBERS))
     offsets = numbers(at[3], np.int32, (experts + 1,))
+    bias = numbers(at[12], np.float32, (experts if at[12] else 0, outputs))
     own = np.empty(_NUMBERS, np.int64)
-    row_of_x, row_of_y = columns * at[9], outputs * at[9]  # bytes
+    row_of_x, row_of_y = columns * (2 if x_narrow else 4), padded * (2 if y_narrow else 4)  # bytes
+    # The loops give a thread these outputs, so no other one writes them.
+    parts = (outputs + AT_ONCE - 1) // AT_ONCE
+    begin = parts * thread() // threads() * AT_ONCE
+    end = min(parts * (thread() + 1) // threads() * AT_ONCE, outputs)
     for expert in range(experts):
         first, last = np.int64(offsets[expert]), np.int64(offsets[expert + 1])
         if first < last:
             for number in range(_NUMBERS):
                 own[number] = told[expert, number]
             own[1], own[2], own[3] = x + first * row_of_x, last - first, columns
-            own[20], own[21], own[22] = y + first * row_of_y, last - first, outputs
-            own[23], own[24], own[25] = at[10], at[10], at[11]
+            own[20], own[21], own[22] = y + first * row_of_y, last - first, padded
+            own[23], own[24], own[25] = x_narrow, y_narrow, at[11]
             call(loops, own.ctypes.data)
+        for row in range(first, last if len(bias) else first):
+            wide = numbers(y + row * row_of_y, np.float32, (outputs,))
+            for output in range(begin, end):
+                wide[output] += bias[expert, output]
     if not thread():
         first = np.int64(offsets[experts])
         rest = numbers(y + first * row_of_y, np.uint8, ((rows - first) * row_of_y,))

@@ -23,8 +23,8 @@ from vllm_module.kernels.rows.compiled_vectors import (
     total,
 )
 
-INT8, FP8, CODES, IN_TABLE, DOWN = 0, 1, {8: 2, 4: 3, 2: 5}, 4, 6
-PLANES = {3: 2, 4: 2, 5: 4}  # codes in a byte; of other kinds 1
+INT8, FP8, CODES, IN_TABLE, DOWN, MXFP4 = 0, 1, {8: 2, 4: 3, 2: 5}, 4, 6, 7
+PLANES = {3: 2, 4: 2, 5: 4, 7: 2}  # codes in a byte; of other kinds 1
 
 
 def _less(zeros: Any, zero: Any, n: Any, group: Any) -> Any:
@@ -114,6 +114,29 @@ def _in_table(
             out[1, group, at] = _chosen(np.uint8(byte >> np.uint8(4)), t) * scale
 
 
+def _power(exponent: Any) -> Any:
+    """Return 2^(exponent - 127), and NaN for 255: the bits of a float32 are its exponent."""
+    if exponent == np.uint8(255):
+        return np.float32(np.nan)
+    bits = np.uint32(1 << 22) if exponent == np.uint8(0) else np.uint32(exponent) << np.uint32(23)
+    return np.uint32(bits).view(np.float32)
+
+
+def _mxfp4(
+    rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, of: Any, shift: Any, out: Any
+) -> None:
+    """Write codes in a table times powers of two, whose exponents are in ``zeros``."""
+    first = table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]
+    last = table[8], table[9], table[10], table[11], table[12], table[13], table[14], table[15]
+    t = first + last
+    for group in range(rows.shape[1]):
+        scale = _power(zeros[of, group])
+        for at in range(rows.shape[2]):
+            byte = rows[n, group, at]
+            out[0, group, at] = _chosen(np.uint8(byte & np.uint8(15)), t) * scale
+            out[1, group, at] = _chosen(np.uint8(byte >> np.uint8(4)), t) * scale
+
+
 def _two_bits(
     rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, of: Any, shift: Any, out: Any
 ) -> None:
@@ -185,7 +208,7 @@ def _four_bit_product(
     return total(product)
 
 
-USED = (_less, _float8, _chosen)
+USED = (_less, _float8, _chosen, _power)
 VALUES = {
     INT8: _int8,
     FP8: _fp8,
@@ -194,6 +217,7 @@ VALUES = {
     IN_TABLE: _in_table,
     CODES[2]: _two_bits,
     DOWN: _down,
+    MXFP4: _mxfp4,
 }
 # Without writing values.
 PRODUCTS = {INT8: _int8_product, FP8: _fp8_product, CODES[4]: _four_bit_product}

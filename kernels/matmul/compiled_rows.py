@@ -46,7 +46,7 @@ ARGUMENTS = {
     "starts": torch.int64,
     "y": torch.float32,
 }
-_AT_ONCE = 32  # outputs of two threads are not in one line of a cache
+AT_ONCE = 32  # outputs of two threads are not in one line of a cache
 
 
 def _by_group(
@@ -237,9 +237,9 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         stored_rows = numbers(at[1], np.uint16, (at[2], at[3])) if pairs else x
         as_stored = direct and not single and columns % count == 0 and (x_narrow or not pairs)
         fours = len(x) // 4 * 4 if many else 0
-        parts = (outputs + _AT_ONCE - 1) // _AT_ONCE
-        begin = parts * thread() // threads() * _AT_ONCE
-        end = min(parts * (thread() + 1) // threads() * _AT_ONCE, outputs)
+        parts = (outputs + AT_ONCE - 1) // AT_ONCE
+        begin = parts * thread() // threads() * AT_ONCE
+        end = min(parts * (thread() + 1) // threads() * AT_ONCE, outputs)
         for first in range(begin, end, together):
             following = at[4] + (first // together + 1) * step
             if direct and as_stored and first + together <= outputs:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.experts.grouped_matmul_mxfp4 import E2M1
+from vllm_module.kernels.dtypes import E2M1, FLOATS
 from vllm_module.kernels.matmul.code_rows import block_rows
 from vllm_module.kernels.matmul.code_rows_matmul import multiplied_by_codes
 from vllm_module.kernels.matmul.gguf_codebooks import codebook

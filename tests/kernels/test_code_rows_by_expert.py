@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm_module.kernels.experts.grouped_matmul import by_expert, grouped_matmul
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4
 from vllm_module.kernels.experts.grouped_matmul_packed import grouped_matmul_packed
 from vllm_module.kernels.matmul import code_rows_by_expert as home
 from vllm_module.kernels.matmul.code_rows import block_rows
@@ -39,9 +40,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     product = home._product
 
-    def counted(x: torch.Tensor, offsets: torch.Tensor, each: Any) -> torch.Tensor:
+    def counted(x: torch.Tensor, offsets: torch.Tensor, bias: Any, each: Any) -> torch.Tensor:
         seen.append(each.kind)
-        return product(x, offsets, each)
+        return product(x, offsets, bias, each)
 
     # Results do not tell what multiplied.
     monkeypatch.setattr(home, "_product", counted)
@@ -52,12 +53,14 @@ def offsets_of(counts: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).int()
 
 
-def assert_within(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, counts: Any) -> None:
+def assert_within(
+    y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, counts: Any, bias: Any = None
+) -> None:
     """Compare with float64: sums in float32 and one rounding of the result; then zeros."""
-    first = 0
-    for own, count in zip(weight, counts, strict=True):
+    first, biases = 0, torch.zeros(len(weight), 1) if bias is None else bias.double()
+    for own, added, count in zip(weight, biases, counts, strict=True):
         rows, given = y[first : first + count].double(), x[first : first + count].double()
-        exact, most = given @ own.T, given.abs() @ own.abs().T
+        exact, most = given @ own.T + added, given.abs() @ own.abs().T + added.abs()
         bound = (x.shape[1] + 9) * 2.0**-24 * most + exact.abs() * torch.finfo(y.dtype).eps / 2
         assert bool(((rows - exact).abs() <= bound + 1e-30).all())
         first += count
@@ -115,6 +118,18 @@ def blocks(kind: str) -> Case:
     return multiply, torch.from_numpy(wide).view(EXPERTS, OUTPUT, INPUT).double()
 
 
+def mxfp4() -> Case:
+    codes = torch.randint(16, (EXPERTS, OUTPUT, INPUT))
+    exponents = torch.randint(110, 130, (EXPERTS, OUTPUT, INPUT // 32)).to(torch.uint8)
+    exponents[:, 0, 0], exponents[:, 1, 1] = 0, 1  # 2^-127 is a subnormal number
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[codes % 8]
+    signed = magnitudes * (1 - codes // 8 * 2)
+    wide = signed * 2.0 ** (exponents.double() - 127).repeat_interleave(32, 2)
+    stored = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    blocks = stored.view(EXPERTS, OUTPUT, INPUT // 32, 16)
+    return (lambda x, offsets, **o: grouped_matmul_mxfp4(x, blocks, exponents, offsets, **o)), wide
+
+
 CASES = {
     "float32": lambda: floats(torch.float32),
     "bfloat16": lambda: floats(torch.bfloat16),
@@ -125,10 +140,14 @@ CASES = {
     "int4 with zeros": lambda: packed(4, None, zeros=True),
     "int4, in another order": lambda: packed(4, AWQ, zeros=True),
     "int2": lambda: packed(2, None, zeros=False),
+    "MXFP4": mxfp4,
     "Q8_0": lambda: blocks("Q8_0"),
     "Q4_K": lambda: blocks("Q4_K"),
     "Q6_K": lambda: blocks("Q6_K"),
 }
+
+
+BLOCKS = "Q8_0", "Q4_K", "Q6_K"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,7 +170,10 @@ def test_each_row_is_multiplied_by_the_weight_of_its_expert(
         weight,
         COUNTS,
     )
-    assert len(told) == 2
+    if case not in BLOCKS:
+        bias = torch.randn(EXPERTS, OUTPUT).to(dtype)
+        assert_within(multiply(x, offsets, bias=bias), x, weight, COUNTS, bias)
+    assert len(told) == 2 + (case not in BLOCKS)
 
 
 @pytest.mark.parametrize("counts", [(16, 0, 0, 0, 0), (0, 0, 0, 0, 16), (0, 0, 0, 0, 0)])
@@ -164,13 +186,9 @@ def test_one_expert_has_all_rows_or_none(counts: tuple[int, ...], told: list[int
 
 
 def test_what_is_not_for_one_call_is_multiplied_an_expert_at_a_time(told: list[int]) -> None:
-    """Biases, groups of inputs anywhere, scales of several rows, many rows, and no choice."""
+    """Groups of inputs anywhere, scales of several rows, many rows, and no choice."""
     x, offsets = torch.randn(ROWS, INPUT), offsets_of(COUNTS)
     multiply, weight = floats(torch.float32)
-    bias = torch.randn(EXPERTS, OUTPUT)
-    of_row = torch.arange(EXPERTS).repeat_interleave(torch.tensor(COUNTS))
-    y = multiply(x, offsets, bias=bias)
-    assert_within(y[: len(of_row)] - bias[of_row], x[: len(of_row)], weight, COUNTS)
     many = torch.randn(40 * EXPERTS, INPUT)
     assert_within(multiply(many, offsets_of((40,) * EXPERTS)), many, weight, (40,) * EXPERTS)
     with products(Products()):

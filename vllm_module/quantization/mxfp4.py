@@ -9,11 +9,8 @@ from typing import ClassVar
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.experts.grouped_matmul_mxfp4 import (
-    E2M1,
-    dequantize_mxfp4,
-    grouped_matmul_mxfp4,
-)
+from vllm_module.kernels.dtypes import E2M1
+from vllm_module.kernels.experts.grouped_matmul_mxfp4 import dequantize_mxfp4, grouped_matmul_mxfp4
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul
 from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.parameters import (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.experts.grouped_matmul_mxfp4 import E2M1
+from vllm_module.kernels.dtypes import E2M1
 from vllm_module.kernels.matmul.packed_words import Packing
 from vllm_module.parameters import (
     BasevLLMParameter,
