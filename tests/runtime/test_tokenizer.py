@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import product
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -49,8 +51,9 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def test_pairs_are_cut_as_by_the_library(tmp_path: Path) -> None:
-    """Of all short pairs, whichever is the longer one, the same tokens are left out."""
+@pytest.fixture(scope="module")
+def pairing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
+    """A tokenizer of words with special tokens around a text, or two, and transformers'."""
     names = ["[CLS]", "[SEP]", "[UNK]", *"abcdefghij"]
     fast = FastTokenizer(models.WordLevel({n: at for at, n in enumerate(names)}, "[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -59,9 +62,16 @@ def test_pairs_are_cut_as_by_the_library(tmp_path: Path) -> None:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 0), ("[SEP]", 1)],
     )
-    fast.save(str(tmp_path / "tokenizer.json"))
-    theirs = PreTrainedTokenizerFast(tokenizer_object=fast)
-    ours = Tokenizer(tmp_path)
+    folder = tmp_path_factory.mktemp("pairs")
+    fast.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder), PreTrainedTokenizerFast(tokenizer_object=fast)
+
+
+def test_pairs_are_cut_as_by_the_library(
+    pairing: tuple[Tokenizer, PreTrainedTokenizerFast],
+) -> None:
+    """Of all short pairs, whichever is the longer one, the same tokens are left out."""
+    ours, theirs = pairing
     for first, second in product(range(1, 6), repeat=2):
         texts = " ".join("abcde"[:first]), " ".join("fghij"[:second])
         for most in (None, *range(5, 15)):
@@ -69,6 +79,44 @@ def test_pairs_are_cut_as_by_the_library(tmp_path: Path) -> None:
             expected = theirs(*texts, return_token_type_ids=True, **cut)
             found = ours.encode_pair(*texts, most)
             assert found == (expected["input_ids"], expected["token_type_ids"]), (texts, most)
+
+
+@pytest.mark.parametrize("most", [None, 9, 2500])
+@pytest.mark.parametrize("length", [1000, 1001, 5000])
+def test_a_long_text_has_the_tokens_of_the_library(
+    pairing: tuple[Tokenizer, PreTrainedTokenizerFast], most: int | None, length: int
+) -> None:
+    """The library encodes and decodes long texts in another way, on either side of its limit."""
+    ours, theirs = pairing
+    text = ("a b c d e f g h i j " * 1000)[: 2 * length].strip()
+    cut = {} if most is None else {"truncation": "longest_first", "max_length": most}
+    for special in (True, False):
+        expected = theirs(text, add_special_tokens=special, **cut)["input_ids"]
+        assert ours.encode(text, special, most=most) == expected
+        assert ours.decode(expected) == theirs.decode(expected)
+    pair = theirs(text, "a b", return_token_type_ids=True, **cut)
+    assert ours.encode_pair(text, "a b", most) == (pair["input_ids"], pair["token_type_ids"])
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_and_decoded(tokenizer: Tokenizer) -> None:
+    """One prompt of a server once held up all of its streams for as long as it was encoded."""
+    text, found = "the tree loads itself, " * 20_000, list[Any]()
+
+    def work() -> None:
+        ids = tokenizer.encode(text)
+        found.append(turns)
+        found.append(tokenizer.decode(ids) == text)
+        found.append(turns)
+
+    thread, turns = Thread(target=work), 0
+    thread.start()
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0)
+    encoded, whole, decoded = found
+    assert whole
+    assert encoded > 100
+    assert decoded > encoded + 10
 
 
 @given(st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(0, 3), max_size=8))

@@ -99,13 +99,30 @@ def numbers_of_every_length() -> list[str]:
     return found
 
 
-def test_a_number_is_too_large_where_python_has_it_infinite() -> None:
+def an_endpoint() -> HandlerEndpoint:
     async def handler(state: Any, body: Any) -> str:
         return ""
 
     keys = Keys([], [])
-    endpoint = HandlerEndpoint("/", "open", CompletionBody, handler, None, keys, Limits())
-    headers = Headers({"content-type": "application/json"})
+    return HandlerEndpoint("/", "open", CompletionBody, handler, None, keys, Limits())
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"1" + b"0" * 400 + b".5"])
+def test_a_number_is_too_large_wherever_it_is_in_a_large_body(number: bytes) -> None:
+    """The body is looked at in parts, and the number begins near an edge of each."""
+    endpoint, headers = an_endpoint(), Headers({"content-type": "application/json"})
+    head, middle = b'{"prompt": "', b'", "temperature": '
+    for edge in (1 << 16, 1 << 17):
+        for first in (*range(edge - 420, edge + 3, 7), *range(edge - 6, edge + 3)):
+            text = b"x" * (first - len(head) - len(middle))
+            body = head + text + middle + number + b"}"
+            assert body.index(number) == first
+            with pytest.raises(ApiError, match="too large for a float"):
+                endpoint._checked(headers, body)
+
+
+def test_a_number_is_too_large_where_python_has_it_infinite() -> None:
+    endpoint, headers = an_endpoint(), Headers({"content-type": "application/json"})
     told = {True: 0, False: 0}
     for number in numbers_of_every_length():
         infinite, refused = math.isinf(float(number)), ""

@@ -13,6 +13,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Sized,
 )
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -180,21 +181,31 @@ class AsyncLLM:
                 self._accepted -= samples
 
     async def _tokenize(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Replace texts by their tokens; those of long ones are computed by a thread of a pool."""
+        """Replace texts by their tokens; those of long ones are computed by a thread of a pool.
 
-        def tokenize(prompt: Prompt) -> Prompt:
-            if prompt_text(prompt) is None:
-                return prompt
+        Raises ``ValueError`` for a prompt that is too long, which the engine's thread need not see.
+        """
+
+        def tokenize(index: int, prompt: Prompt) -> Prompt:
             given = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
-            if given.get("prompt_token_ids") is not None:
-                return prompt
-            ids = token_ids(prompt, self.llm.get_tokenizer, Tokenization())
-            return {**given, "prompt_token_ids": ids}
+            ids = given.get("prompt_token_ids")
+            if ids is None and prompt_text(prompt) is not None:
+                ids = token_ids(prompt, self.llm.get_tokenizer, Tokenization())
+                prompt = {**given, "prompt_token_ids": ids}
+            try:
+                if isinstance(ids, Sized) and not self.llm.no_text:
+                    self.llm.engine.check_length(ids)
+            except ValueError as error:
+                which = f"prompt {index}: " if len(prompts) > 1 else ""
+                raise ValueError(f"{which}{error}") from None
+            return prompt
+
+        def tokenize_all() -> list[Prompt]:
+            return [tokenize(index, prompt) for index, prompt in enumerate(prompts)]
 
         texts = [text for each in prompts if (text := prompt_text(each)) is not None]
-        if sum(map(len, texts)) <= _FEW_CHARACTERS:
-            return [tokenize(prompt) for prompt in prompts]
-        return await asyncio.to_thread(lambda: [tokenize(prompt) for prompt in prompts])
+        few = sum(map(len, texts)) <= _FEW_CHARACTERS
+        return tokenize_all() if few else await asyncio.to_thread(tokenize_all)
 
     async def call(self, function: Callable[[LLM], _T]) -> _T:
         """Call a function with the ``LLM`` between two steps, in the engine's thread."""

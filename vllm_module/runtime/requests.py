@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sized
 from contextlib import contextmanager
 from itertools import chain
 
@@ -141,15 +141,8 @@ class Requests:
                 raise
             return request
 
-    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        if self.refusal is not None:
-            raise ValueError(f"the engine takes no more requests: {self.refusal}")
-        if request_id in self.requests:
-            raise ValueError(f"request {request_id!r} exists already: choose another id")
-        if not prompt:
-            raise ValueError("the prompt has no tokens")
-        named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
-        check_tokens([*prompt, *params.stop_token_ids, *named], self.vocab_size)
+    def check_length(self, prompt: Sized) -> None:
+        """Raise ``ValueError`` if the tokens of a prompt leave no room for another one."""
         if len(prompt) >= self.max_model_len:
             limited_by_cache = self.max_model_len == self.cache_tokens
             limit = "the cache has room for" if limited_by_cache else "a sequence has"
@@ -157,6 +150,17 @@ class Requests:
                 f"the prompt has {len(prompt)} tokens, and with one more {limit} at most "
                 f"{self.max_model_len}"
             )
+
+    def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        if self.refusal is not None:
+            raise ValueError(f"the engine takes no more requests: {self.refusal}")
+        if request_id in self.requests:
+            raise ValueError(f"request {request_id!r} exists already: choose another id")
+        if not prompt:
+            raise ValueError("the prompt has no tokens")
+        self.check_length(prompt)
+        named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
+        check_tokens([*prompt, *params.stop_token_ids, *named], self.vocab_size)
         if params.n > self.scheduler.max_num_seqs:
             raise ValueError(
                 f"n={params.n} samples are more than the {self.scheduler.max_num_seqs} sequences "

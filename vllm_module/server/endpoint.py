@@ -30,6 +30,8 @@ Right = Literal["open", "api", "admin"]
 
 # Without this, no number of a body becomes infinite when it is read.
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{2}|[0-9]{200}")
+_SMALL = 1 << 16  # bytes of a body that is checked before another request is
+_OVERLAP = 256  # bytes of two parts of a body, more than a match of _LARGE has
 _STREAMED = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -143,8 +145,11 @@ class HandlerEndpoint(Endpoint):
 
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
         """Check the body and have the handler answer it."""
-        work = self._work(self._checked(request.headers, data), request, send)
-        await work_until_gone(work, request.receive)
+        if len(data) <= _SMALL:
+            body = self._checked(request.headers, data)
+        else:  # other requests are answered meanwhile
+            body = await asyncio.to_thread(self._checked, request.headers, data)
+        await work_until_gone(self._work(body, request, send), request.receive)
 
     def _checked(self, headers: Headers, data: bytes) -> Body:
         if not data and not any(each.is_required() for each in self.kind.model_fields.values()):
@@ -157,7 +162,9 @@ class HandlerEndpoint(Endpoint):
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON: {error}") from None
         try:
-            if _LARGE.search(data):
+            # A search holds the GIL, so it looks at some of the body at a time.
+            parts = ((at, at + _SMALL + _OVERLAP) for at in range(0, len(data), _SMALL))
+            if any(_LARGE.search(data, *part) for part in parts):
                 json.dumps(given, allow_nan=False)  # raises for a number that became infinite
         except ValueError:
             raise ApiError(400, "the body has a number that is too large for a float") from None

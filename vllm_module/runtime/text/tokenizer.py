@@ -22,6 +22,7 @@ from vllm_module.weights.written_folder import NO_TOKENIZER
 
 _REPLACEMENT = "\ufffd"  # character that a decoder returns for bytes that are no whole character
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_FEW = 2000  # characters, or tokens, that the library may take while it holds the GIL
 _MAX_INCOMPLETE = 3  # a UTF-8 character has at most 4 bytes, so at most 3 before the last
 
 
@@ -149,12 +150,12 @@ class Tokenizer:
         """
         check_unicode(text)
         with _refusing(ValueError, f"{printable(self._path)} cannot encode {shorten(text)}"):
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self._encoding(text, add_special_tokens=add_special_tokens)
             if most is not None and len(encoding.ids) > most:
                 special = self._tokenizer.num_special_tokens_to_add(False) * add_special_tokens
                 if most < special:
                     raise ValueError(f"{most} tokens are fewer than the {special} special ones")
-                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                encoding = self._encoding(text, add_special_tokens=False)
                 encoding.truncate(most - special)
                 encoding = self._tokenizer.post_process(encoding, None, add_special_tokens)
         ids: list[int] = encoding.ids
@@ -171,12 +172,12 @@ class Tokenizer:
         for text in (first, second):
             check_unicode(text)
         with _refusing(ValueError, f"{printable(self._path)} cannot encode {shorten(first)}"):
-            encoding = self._tokenizer.encode(first, second)
+            encoding = self._encoding(first, second)
             if most is not None and len(encoding.ids) > most:
                 special = self._tokenizer.num_special_tokens_to_add(True)
                 if most < special:
                     raise ValueError(f"{most} tokens are fewer than the {special} special ones")
-                encode = partial(self._tokenizer.encode, add_special_tokens=False)
+                encode = partial(self._encoding, add_special_tokens=False)
                 one, other = encode(first), encode(second)
                 lengths = [len(one.ids), len(other.ids)]
                 longer = lengths[0] > lengths[1]  # and keeps one more, as in the library
@@ -198,8 +199,23 @@ class Tokenizer:
         """
         ids = _listed(ids)
         with _refusing(CheckpointFormatError, f"{printable(self._path)} cannot decode tokens"):
-            text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) <= _FEW:
+                text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            else:  # the library holds the GIL while it decodes one
+                (text,) = self._tokenizer.decode_batch(
+                    [ids], skip_special_tokens=skip_special_tokens
+                )
         return text
+
+    def _encoding(self, *texts: str, add_special_tokens: bool = True) -> Any:
+        """Return the library's encoding of a text, or of two; ``offsets`` may be missing."""
+        special = {"add_special_tokens": add_special_tokens}
+        if sum(map(len, texts)) <= _FEW:
+            return self._tokenizer.encode(*texts, **special)  # type: ignore[arg-type]  # bool alone
+        # The library holds the GIL while it encodes one text, for a second in a million characters.
+        given = texts[0] if len(texts) == 1 else texts
+        (encoding,) = self._tokenizer.encode_batch_fast([given], **special)
+        return encoding
 
     def _settings(self) -> Mapping[str, Any]:
         return tokenizer_settings(self.folder)
