@@ -6,6 +6,8 @@ import itertools
 import json
 import runpy
 import shutil
+import threading
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,36 @@ def test_a_configuration_is_checked_as_its_class_declares(
     with pytest.raises(CheckpointFormatError) as refused:
         get_model(model_config=ModelConfig(model=str(tmp_path)))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("own", [102, 103])
+def test_parameters_of_other_threads_are_not_counted(own: int) -> None:
+    """A model of one tensor may have 102 parameters, and other threads build what they like."""
+    elsewhere: list[torch.nn.Module] = []
+
+    def build() -> None:
+        elsewhere.extend(torch.nn.Linear(1, 1) for _ in range(60))
+
+    def in_another_thread() -> None:
+        another = threading.Thread(target=build)
+        another.start()
+        another.join()
+
+    class Large(vLLMModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.parts = torch.nn.ParameterList(torch.zeros(1) for _ in range(own - 1))
+            in_another_thread()
+            try:
+                self.last = torch.nn.Parameter(torch.zeros(1))
+            finally:  # refused or not
+                in_another_thread()
+
+    register_model("OutsideForCausalLM", Large)
+    refused = pytest.raises(CheckpointFormatError, match="more than 102 parameters")
+    with refused if own > 102 else nullcontext():
+        build_model(Outside.config_class(**CONFIG), torch.float32, CPU, tensors=1)
+    assert len(elsewhere) == 120
 
 
 def test_a_nested_configuration_is_lifted() -> None:

@@ -185,3 +185,30 @@ def test_elements_go_where_all_of_the_others_are_loaded(
     expected[[3, 60]] = torch.tensor([5.0, 6.0])
     part = layer.weight[12:] if sent == ("up",) else layer.weight[:rows]
     assert torch.equal(part.flatten(), expected)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "names", [["embed.weight", "head.weight"], ["head.weight", "embed.weight"]]
+)
+@pytest.mark.parametrize("whole", [(), (0,), (1,)])
+def test_elements_of_a_tied_tensor_are_sent_once(
+    whole: tuple[int, ...], names: list[str], streamed: bool
+) -> None:
+    """Under both names, some elements are refused: nothing tells what the others should be."""
+    tensors = tree.checkpoint(1)
+    tensors["head.weight"] = new = tensors["embed.weight"].clone()
+    model = tree.Model(1, tied=True)
+    model.load_weights(tensors)
+    changes = Changes(torch.tensor([3]), torch.tensor([7.0]), (10, 8))
+    sent = {name: new.clone() if at in whole else changes for at, name in enumerate(names)}
+    with pytest.raises(DuplicateWeightError) as refused:
+        model.update_weights(iter(sent.items()) if streamed else sent)
+    assert [problem.name for problem in refused.value.report.duplicated] == [names[1]]
+    if not (streamed and whole == (0,)):  # a tensor of a stream is read at once
+        model.check_ready()
+        assert torch.equal(model.embed.weight[:10], new)
+    model.load_weights(tensors)
+    model.update_weights({names[1]: changes})
+    new.view(-1)[3] = 7
+    assert torch.equal(model.embed.weight[:10], new)
