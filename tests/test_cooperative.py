@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
@@ -24,7 +24,7 @@ from torch import nn
 from vllm_module.base.shared_memory import Offer, OfferedMemory
 from vllm_module.cooperative import Cooperation
 from vllm_module.cooperative.batches import lay_out
-from vllm_module.cooperative.wants import shared_rows
+from vllm_module.cooperative.wants import Wants, shared_rows
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import WeightReadError
@@ -32,6 +32,7 @@ from vllm_module.parameters import FlattenedParameter
 from vllm_module.parameters.dim import Dim
 from vllm_module.weights.checkpoint import open_checkpoint
 from vllm_module.weights.pairs import PairsCheckpoint
+from vllm_module.weights.region import Region
 
 HERE = Path(__file__).parent
 SUPPORT = runpy.run_path(str(HERE / "support.py"))
@@ -160,6 +161,45 @@ def test_rows_of_several_ranks_are_shared() -> None:
         [0, 2, 6], [1, 3, 9], [4, 0, 1],
     ]  # fmt: skip
     assert shared_rows([[], []]) == []
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[int, list[tuple[tuple[int, int], ...]]]:
+    """Draw the columns of a matrix of 20 rows, and boxes: each begins near the last one's end."""
+    columns, end, found = draw(st.integers(1, 3)), 0, []
+    for _ in range(draw(st.integers(1, 4))):
+        start = max(0, end + draw(st.integers(-1, 2)))
+        end = start + draw(st.integers(0, 3))
+        first = draw(st.integers(0, columns - 1))
+        count = draw(st.integers(1, columns - first))
+        found.append(((start, end - start), (first, count)))
+    return columns, found
+
+
+@given(st.lists(boxes(), max_size=3), st.integers(0, 3))
+@example([(1, [((0, 3), (0, 1)), ((2, 2), (0, 1))])], 3)  # one element in common
+def test_what_is_read_in_order_and_once_is_told_by_rows(
+    tensors: list[tuple[int, list[tuple[tuple[int, int], ...]]]], repeated: int
+) -> None:
+    """A tensor whose elements are read in another order, twice, or for two fills is read again."""
+    planned, again, rows = [], set(), {}
+    for at, (columns, found) in enumerate(tensors):
+        numbers = torch.arange(20 * columns).view(20, columns)
+        regions = [Region.within(str(at), numbers.shape, box, torch.float32) for box in found]
+        planned.append((str(at), regions))
+        parts = [numbers[a : a + m, b : b + n] for (a, m), (b, n) in found]
+        read = torch.cat([part.flatten() for part in parts])
+        if not bool((read[1:] > read[:-1]).all()):
+            again.add(at)
+        rows[at] = {int(number) // columns for number in read}
+    if repeated < len(tensors):
+        planned.append(planned[repeated])
+        again.add(repeated)
+    wants = Wants.of(planned)
+    assert wants.again == sorted(again)
+    for at in rows.keys() - again:
+        told = {row for number, *ends in wants.rows if number == at for row in range(*ends)}
+        assert told == rows[at]
 
 
 DTYPES = (torch.bool, torch.bfloat16, torch.float32, torch.complex128)

@@ -158,6 +158,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "used twice": lambda s: _masked(s) + 0 * s,
     "other numbers than a mask's": lambda s: _masked(s.masked_fill(_tril().T, 0.5)),
     "multiplied by -1": lambda s: _masked(-1 * s),
+    "not known: subtract": lambda s: _masked(torch.ones(()) - s),
+    "not known: divide": lambda s: _masked(torch.ones(()) / s),
     "reshaped": lambda s: _masked(s).reshape(HEADS, -1),
     "are given to transpose": lambda s: _masked(s).transpose(-1, -2),
     "clamp": lambda s: _masked(s.clamp(max=5)),
