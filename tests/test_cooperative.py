@@ -10,21 +10,16 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 from vllm_module.base.shared_memory import Offer, OfferedMemory
 from vllm_module.cooperative import Cooperation
-from vllm_module.cooperative.batches import lay_out
-from vllm_module.cooperative.wants import Wants, shared_rows
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import WeightReadError
@@ -32,7 +27,6 @@ from vllm_module.parameters import FlattenedParameter
 from vllm_module.parameters.dim import Dim
 from vllm_module.weights.checkpoint import open_checkpoint
 from vllm_module.weights.pairs import PairsCheckpoint
-from vllm_module.weights.region import Region
 
 HERE = Path(__file__).parent
 SUPPORT = runpy.run_path(str(HERE / "support.py"))
@@ -153,89 +147,6 @@ def test_shared_memory_has_no_name() -> None:
     assert other.join([one.offer, other.offer], 1)[1] == 1
 
 
-def test_rows_of_several_ranks_are_shared() -> None:
-    """Rows that one rank alone wants are not shared, and neighbouring shared rows are joined."""
-    wants = [[(0, 0, 4), (1, 0, 9)], [(0, 4, 8), (1, 3, 5), (1, 7, 9)], [(1, 5, 7), (4, 0, 1)]]
-    assert shared_rows(wants) == [[1, 3, 9]]
-    assert shared_rows([*wants, [(0, 2, 6), (4, 0, 1)]]) == [
-        [0, 2, 6], [1, 3, 9], [4, 0, 1],
-    ]  # fmt: skip
-    assert shared_rows([[], []]) == []
-
-
-@st.composite
-def boxes(draw: st.DrawFn) -> tuple[int, list[tuple[tuple[int, int], ...]]]:
-    """Draw the columns of a matrix of 20 rows, and boxes: each begins near the last one's end."""
-    columns, end, found = draw(st.integers(1, 3)), 0, []
-    for _ in range(draw(st.integers(1, 4))):
-        start = max(0, end + draw(st.integers(-1, 2)))
-        end = start + draw(st.integers(0, 3))
-        first = draw(st.integers(0, columns - 1))
-        count = draw(st.integers(1, columns - first))
-        found.append(((start, end - start), (first, count)))
-    return columns, found
-
-
-@given(st.lists(boxes(), max_size=3), st.integers(0, 3))
-@example([(1, [((0, 3), (0, 1)), ((2, 2), (0, 1))])], 3)  # one element in common
-def test_what_is_read_in_order_and_once_is_told_by_rows(
-    tensors: list[tuple[int, list[tuple[tuple[int, int], ...]]]], repeated: int
-) -> None:
-    """A tensor whose elements are read in another order, twice, or for two fills is read again."""
-    planned, again, rows = [], set(), {}
-    for at, (columns, found) in enumerate(tensors):
-        numbers = torch.arange(20 * columns).view(20, columns)
-        regions = [Region.within(str(at), numbers.shape, box, torch.float32) for box in found]
-        planned.append((str(at), regions))
-        parts = [numbers[a : a + m, b : b + n] for (a, m), (b, n) in found]
-        read = torch.cat([part.flatten() for part in parts])
-        if not bool((read[1:] > read[:-1]).all()):
-            again.add(at)
-        rows[at] = {int(number) // columns for number in read}
-    if repeated < len(tensors):
-        planned.append(planned[repeated])
-        again.add(repeated)
-    wants = Wants.of(planned)
-    assert wants.again == sorted(again)
-    for at in rows.keys() - again:
-        told = {row for number, *ends in wants.rows if number == at for row in range(*ends)}
-        assert told == rows[at]
-
-
-DTYPES = (torch.bool, torch.bfloat16, torch.float32, torch.complex128)
-
-
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(1, 15), max_size=3), st.sampled_from(DTYPES)), max_size=6
-    ),
-    st.integers(1, 5),
-    st.integers(5 * 64, 5000),
-)
-def test_chunks_cover_what_is_shared(
-    shapes: list[tuple[list[int], torch.dtype]], size: int, batch_bytes: int
-) -> None:
-    """Every element is in one chunk, no batch is too large, and parts do not overlap."""
-    tensors = [
-        (str(number), tuple((number, length) for length in shape), dtype)
-        for number, (shape, dtype) in enumerate(shapes)
-    ]
-    chunks = list(lay_out(tensors, size, batch_bytes))
-    for number, (shape, _) in enumerate(shapes):
-        covered = torch.zeros(shape, dtype=torch.int32)
-        for chunk in chunks:
-            if chunk.name == str(number):
-                region = covered
-                for dim, (start, length) in enumerate(chunk.box):
-                    region = region.narrow(dim, start - number, length)
-                region += 1
-        assert (covered == 1).all()
-    for one, other in pairwise(chunks):
-        assert (one.batch, one.end) <= (other.batch, other.begin) or one.batch < other.batch
-        assert one.batch < other.batch or one.owner <= other.owner < size
-    assert all(chunk.end <= batch_bytes and chunk.begin >= 0 for chunk in chunks)
-
-
 class Odd(vLLMModule):
     """Tensors of every kind, which every rank keeps whole."""
 
@@ -281,6 +192,28 @@ def test_tensors_of_every_kind_go_round(size: int) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(parts) == nbytes
     assert max(parts) < nbytes / size * 1.3
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_ranks_that_read_in_another_order_read_by_themselves(other: int) -> None:
+    """One of three has the names in another order, and each reads all that it holds."""
+    tensors = odd_tensors()
+
+    def load(rank: int) -> tuple[dict[str, torch.Tensor], int]:
+        order = reversed(tensors.items()) if rank == other else tensors.items()
+        module, checkpoint = Odd(), PairsCheckpoint(SOURCE, dict(order))
+        cooperation = Cooperation(checkpoint, COOPERATING["gather"], rank, 3, 5.0)
+        with COOPERATING["telling_threads"]():
+            COOPERATING["load_by"](cooperation, vLLMModule.load_weights, module)
+        return module.state_dict(), checkpoint.bytes_read
+
+    with COOPERATING["small_batches"](512, 3):
+        loaded = run_ranks(3, load)
+    for state, nbytes in loaded:
+        assert nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            one, another = (each.reshape(-1).view(torch.uint8) for each in (state[name], tensor))
+            assert torch.equal(one, another), name
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -390,13 +323,3 @@ def test_a_value_that_does_not_fit_is_refused_by_name() -> None:
         pytest.raises(WeightReadError, match=r"first: .* 4 finite values beyond the range"),
     ):
         run_ranks(2, load)
-
-
-def test_the_ring_is_where_many_names_cost_little() -> None:
-    """The rows of 30,000 experts of 32 ranks are compared in far less than a second."""
-    ranks, each = 32, 1000
-    wants = [
-        [(rank * each + n, 0, 64) for n in range(each)] + [(ranks * each, 0, 8)]
-        for rank in range(ranks)
-    ]
-    assert shared_rows(wants) == [[ranks * each, 0, 8]]

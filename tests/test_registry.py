@@ -19,7 +19,12 @@ from hypothesis import given, settings
 from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.build import registry
 from vllm_module.build.model_source import ModelSource, build_model
-from vllm_module.build.registry import model_class, register_model, supported_architectures
+from vllm_module.build.registry import (
+    load_model_code,
+    model_class,
+    register_model,
+    supported_architectures,
+)
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
@@ -40,6 +45,15 @@ def test_a_file_of_a_users_own_reaches_every_rank(folder: Path, code: Path) -> N
     expected = tokens(folder, model_code=code)
     assert len(expected) == 4
     assert tokens(folder, model_code=code, tensor_parallel_size=2) == expected
+
+
+def test_layers_in_a_users_file_are_no_architectures(code: Path) -> None:
+    """The list of architectures has the file's models, and not what they are made of."""
+    before = supported_architectures()
+    code.write_text(f"{code.read_text()}\nfrom vllm_module import vLLMModule\n"
+                    "class OutsideLayer(vLLMModule):\n    pass\n")  # fmt: skip
+    load_model_code(code)
+    assert supported_architectures() == sorted([*before, "OutsideForCausalLM"])
 
 
 def test_a_registered_model_goes_before_all_others(folder: Path, code: Path) -> None:

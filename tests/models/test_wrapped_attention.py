@@ -165,6 +165,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "clamp": lambda s: _masked(s.clamp(max=5)),
     "no window": lambda s: s + torch.empty(1, 1, TOKENS, TOKENS).as_subclass(Mask),
     "softmax of scores": lambda s: _masked(s).softmax(-1) * 2,
+    "attention has dropout": lambda s: torch.dropout(_masked(s).softmax(-1), 0.5, True),
+    "of attention has dropout": lambda s: F.dropout(_masked(s).softmax(-1), 0.5, training=True),
     "over dimension": lambda s: _masked(s).softmax(-2),
 }
 
