@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_module import WeightLoadError
-from vllm_module.core import fill
+from vllm_module import WeightLoadError, vLLMModule
+from vllm_module.core import fill, fit
 from vllm_module.errors import (
     DuplicateWeightError,
     MisshapenWeightError,
@@ -212,3 +212,21 @@ def test_elements_of_a_tied_tensor_are_sent_once(
     model.update_weights({names[1]: changes})
     new.view(-1)[3] = 7
     assert torch.equal(model.embed.weight[:10], new)
+
+
+class Biasless(vLLMModule):
+    zero_weights = {"bias": "it has none"}
+
+
+@pytest.mark.parametrize("part", [1, 2.5, 3, 10, None])
+def test_zeros_are_looked_for_in_every_part(part: float | None, monkeypatch) -> None:
+    """A vector that may be zeros is read so many numbers at a time, and each of 10 is looked at."""
+    if part is not None:
+        # Smaller parts, so that a short vector has several.
+        monkeypatch.setattr(fit, "_COMPARED_BYTES", int(part * 4))
+    Biasless().load_weights({"bias": torch.zeros(10)})
+    for place in range(10):
+        bias = torch.zeros(10)
+        bias[place] = -0.5
+        with pytest.raises(UnexpectedWeightError, match=r"bias: expected zeros .*, got -0\.5"):
+            Biasless().load_weights({"bias": bias})
