@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
+import torch
 
-from vllm_module.build.consistency import demand_alike
+from vllm_module.build.consistency import demand_alike, digests
+from vllm_module.core.module import vLLMModule
+from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import RankError
+from vllm_module.layers import FusedMoE, QKVParallelLinear, RMSNorm, RowParallelLinear
+from vllm_module.testing import random_weights
 
 EVERY = [values for size in (2, 3, 4) for values in product("abc", repeat=size)]
 
@@ -45,3 +51,36 @@ def test_a_long_list_is_cut(count: int) -> None:
     shown = [line for line in lines if line.startswith("  entry ")]
     assert len(shown) == min(count, 11)
     assert lines[len(shown) :] == ([f"  and {count - 11} more"] if count > 11 else [])
+
+
+class Several(vLLMModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(8)
+        self.qkv = QKVParallelLinear(8, 2, 4, 1)
+        self.experts = FusedMoE(4, 2, 8, 16, bias=True)
+        self.one = RowParallelLinear(16, 8)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("spread", [False, True], ids=["cut experts", "spread experts"])
+def test_what_a_rank_keeps_whole_is_compared(size: int, spread: bool) -> None:
+    """A tensor has a digest if it has the shape that it has on one rank, and a NaN changes it."""
+    shapes = {name: each.shape for name, each in Several().named_parameters()}
+    weights = random_weights(Several().expected_weights())
+    for rank in range(size):
+        with tensor_parallel(rank=rank, size=size), expert_parallel() if spread else nullcontext():
+            module = Several()
+        module.load_weights(weights)
+        own = dict(module.named_parameters())
+        whole = {name for name, each in own.items() if each.shape == shapes[name]}
+        assert {"norm.weight", "one.bias"} <= whole
+        assert (whole == own.keys()) == (size == 1)
+        found = digests(module)
+        assert found.keys() == {f"{name} after loading" for name in whole}
+        for name in whole:
+            before = own[name].data.clone()
+            own[name].data.view(-1)[-1] = torch.nan
+            changed = {each for each, digest in digests(module).items() if digest != found[each]}
+            assert changed == {f"{name} after loading"}
+            own[name].data.copy_(before)

@@ -10,21 +10,16 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 from vllm_module.base.shared_memory import Offer, OfferedMemory
 from vllm_module.cooperative import Cooperation
-from vllm_module.cooperative.batches import lay_out
-from vllm_module.cooperative.wants import shared_rows
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import WeightReadError
@@ -152,50 +147,6 @@ def test_shared_memory_has_no_name() -> None:
     assert other.join([one.offer, other.offer], 1)[1] == 1
 
 
-def test_rows_of_several_ranks_are_shared() -> None:
-    """Rows that one rank alone wants are not shared, and neighbouring shared rows are joined."""
-    wants = [[(0, 0, 4), (1, 0, 9)], [(0, 4, 8), (1, 3, 5), (1, 7, 9)], [(1, 5, 7), (4, 0, 1)]]
-    assert shared_rows(wants) == [[1, 3, 9]]
-    assert shared_rows([*wants, [(0, 2, 6), (4, 0, 1)]]) == [
-        [0, 2, 6], [1, 3, 9], [4, 0, 1],
-    ]  # fmt: skip
-    assert shared_rows([[], []]) == []
-
-
-DTYPES = (torch.bool, torch.bfloat16, torch.float32, torch.complex128)
-
-
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(1, 15), max_size=3), st.sampled_from(DTYPES)), max_size=6
-    ),
-    st.integers(1, 5),
-    st.integers(5 * 64, 5000),
-)
-def test_chunks_cover_what_is_shared(
-    shapes: list[tuple[list[int], torch.dtype]], size: int, batch_bytes: int
-) -> None:
-    """Every element is in one chunk, no batch is too large, and parts do not overlap."""
-    tensors = [
-        (str(number), tuple((number, length) for length in shape), dtype)
-        for number, (shape, dtype) in enumerate(shapes)
-    ]
-    chunks = list(lay_out(tensors, size, batch_bytes))
-    for number, (shape, _) in enumerate(shapes):
-        covered = torch.zeros(shape, dtype=torch.int32)
-        for chunk in chunks:
-            if chunk.name == str(number):
-                region = covered
-                for dim, (start, length) in enumerate(chunk.box):
-                    region = region.narrow(dim, start - number, length)
-                region += 1
-        assert (covered == 1).all()
-    for one, other in pairwise(chunks):
-        assert (one.batch, one.end) <= (other.batch, other.begin) or one.batch < other.batch
-        assert one.batch < other.batch or one.owner <= other.owner < size
-    assert all(chunk.end <= batch_bytes and chunk.begin >= 0 for chunk in chunks)
-
-
 class Odd(vLLMModule):
     """Tensors of every kind, which every rank keeps whole."""
 
@@ -241,6 +192,28 @@ def test_tensors_of_every_kind_go_round(size: int) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     assert sum(parts) == nbytes
     assert max(parts) < nbytes / size * 1.3
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_ranks_that_read_in_another_order_read_by_themselves(other: int) -> None:
+    """One of three has the names in another order, and each reads all that it holds."""
+    tensors = odd_tensors()
+
+    def load(rank: int) -> tuple[dict[str, torch.Tensor], int]:
+        order = reversed(tensors.items()) if rank == other else tensors.items()
+        module, checkpoint = Odd(), PairsCheckpoint(SOURCE, dict(order))
+        cooperation = Cooperation(checkpoint, COOPERATING["gather"], rank, 3, 5.0)
+        with COOPERATING["telling_threads"]():
+            COOPERATING["load_by"](cooperation, vLLMModule.load_weights, module)
+        return module.state_dict(), checkpoint.bytes_read
+
+    with COOPERATING["small_batches"](512, 3):
+        loaded = run_ranks(3, load)
+    for state, nbytes in loaded:
+        assert nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            one, another = (each.reshape(-1).view(torch.uint8) for each in (state[name], tensor))
+            assert torch.equal(one, another), name
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -350,13 +323,3 @@ def test_a_value_that_does_not_fit_is_refused_by_name() -> None:
         pytest.raises(WeightReadError, match=r"first: .* 4 finite values beyond the range"),
     ):
         run_ranks(2, load)
-
-
-def test_the_ring_is_where_many_names_cost_little() -> None:
-    """The rows of 30,000 experts of 32 ranks are compared in far less than a second."""
-    ranks, each = 32, 1000
-    wants = [
-        [(rank * each + n, 0, 64) for n in range(each)] + [(ranks * each, 0, 8)]
-        for rank in range(ranks)
-    ]
-    assert shared_rows(wants) == [[ranks * each, 0, 8]]

@@ -6,6 +6,8 @@ import itertools
 import json
 import runpy
 import shutil
+import threading
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,12 @@ from hypothesis import given, settings
 from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.build import registry
 from vllm_module.build.model_source import ModelSource, build_model
-from vllm_module.build.registry import model_class, register_model, supported_architectures
+from vllm_module.build.registry import (
+    load_model_code,
+    model_class,
+    register_model,
+    supported_architectures,
+)
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
@@ -38,6 +45,15 @@ def test_a_file_of_a_users_own_reaches_every_rank(folder: Path, code: Path) -> N
     expected = tokens(folder, model_code=code)
     assert len(expected) == 4
     assert tokens(folder, model_code=code, tensor_parallel_size=2) == expected
+
+
+def test_layers_in_a_users_file_are_no_architectures(code: Path) -> None:
+    """The list of architectures has the file's models, and not what they are made of."""
+    before = supported_architectures()
+    code.write_text(f"{code.read_text()}\nfrom vllm_module import vLLMModule\n"
+                    "class OutsideLayer(vLLMModule):\n    pass\n")  # fmt: skip
+    load_model_code(code)
+    assert supported_architectures() == sorted([*before, "OutsideForCausalLM"])
 
 
 def test_a_registered_model_goes_before_all_others(folder: Path, code: Path) -> None:
@@ -137,6 +153,36 @@ def test_a_configuration_is_checked_as_its_class_declares(
     with pytest.raises(CheckpointFormatError) as refused:
         get_model(model_config=ModelConfig(model=str(tmp_path)))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("own", [102, 103])
+def test_parameters_of_other_threads_are_not_counted(own: int) -> None:
+    """A model of one tensor may have 102 parameters, and other threads build what they like."""
+    elsewhere: list[torch.nn.Module] = []
+
+    def build() -> None:
+        elsewhere.extend(torch.nn.Linear(1, 1) for _ in range(60))
+
+    def in_another_thread() -> None:
+        another = threading.Thread(target=build)
+        another.start()
+        another.join()
+
+    class Large(vLLMModule):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.parts = torch.nn.ParameterList(torch.zeros(1) for _ in range(own - 1))
+            in_another_thread()
+            try:
+                self.last = torch.nn.Parameter(torch.zeros(1))
+            finally:  # refused or not
+                in_another_thread()
+
+    register_model("OutsideForCausalLM", Large)
+    refused = pytest.raises(CheckpointFormatError, match="more than 102 parameters")
+    with refused if own > 102 else nullcontext():
+        build_model(Outside.config_class(**CONFIG), torch.float32, CPU, tensors=1)
+    assert len(elsewhere) == 120
 
 
 def test_a_nested_configuration_is_lifted() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from vllm_module.adapters import Adapter, AdapterPlans, open_adapter
 from vllm_module.errors import WeightLoadError
+from vllm_module.testing.sources import FailingHandle
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 load_base = SUPPORT["load_base"]
@@ -98,6 +99,8 @@ def test_refused_loads_change_no_later_one(one: Any) -> None:
         (torch.full_like(weights[name], torch.nan), WeightLoadError),
         (weights[name][:, 1:], WeightLoadError),
         (Broken(weights[name]), OSError),
+        # Integers in a file, whose dtype only a plan of their own looks at.
+        (FailingHandle(weights[name].int(), lambda: None), WeightLoadError),
     ]
     for each, error in wrong:
         with pytest.raises(error):

@@ -79,6 +79,7 @@ EXCLUDED: list[Any] = [None, ["lm_head"], ["self_attn.q_proj"], r".*layers\.1\..
 LAYERS: list[dict[str, Any]] = [
     {},
     {"layers_to_transform": 1},
+    {"layers_to_transform": 0},  # a layer, and not "all of them"
     {"layers_to_transform": [1, 2]},
     {"layers_to_transform": []},
     {"layers_to_transform": [1, 3], "layers_pattern": "layers"},

@@ -146,3 +146,31 @@ def test_tensors_that_only_one_side_has_are_named(run: Run, folder: Path, tmp_pa
         assert (result.code, result.json["different"]) == (int(bool(different)), different)
         for name in different:
             assert name in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("way", ["by its path", "through a link", "from its folder"])
+def test_digests_that_are_to_be_replaced_are_not_compared(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """However --out names the digests.json of the weights, what was in it is no reason to fail."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (tmp_path / "link").symlink_to(copy)
+    assert run("digest", copy, "--out", copy / "digests.json").code == 0
+    right = (copy / "digests.json").read_bytes()
+    path = next(copy.glob("*.safetensors"))
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] + 1}, path)
+    assert run("digest", copy).code == 1
+    assert run("digest", copy, "--out", tmp_path / "elsewhere.json").code == 1
+    monkeypatch.chdir(copy)
+    places = {
+        "by its path": copy / "digests.json",
+        "through a link": tmp_path / "link" / "digests.json",
+        "from its folder": Path("digests.json"),
+    }
+    result = run("digest", copy, "--out", places[way])
+    assert result.code == 0, result.err
+    assert (copy / "digests.json").read_bytes() != right
+    assert run("digest", copy).code == 0

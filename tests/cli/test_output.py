@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
+from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from vllm_module.cli.output import folded, print_table
+from vllm_module.cli.output import folded, print_table, size
 
 NAME = "model.layers.{0..79}.self_attn.q_proj.weight"
 
@@ -48,6 +50,20 @@ def test_tables_fit(rows: list[tuple[str, str, str]], width: int) -> None:
     written = "".join(sorted(screen.replace(" ", "").replace("\n", "")))
     cells = ["name", "bytes", "other", *(cell for row in rows for cell in row)]
     assert written == "".join(sorted("".join(cells).replace(" ", "")))
+
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@given(st.sampled_from([1, 10**3, 10**6, 10**9, 10**12]), st.floats(1, 999.999))
+def test_a_size_has_three_digits(unit: int, number: float) -> None:
+    """It is the nearest such number, and below a thousand of its unit."""
+    nbytes = round(unit * number)
+    for each in (nbytes, unit * 1000 - 1, round(unit * 999.4), round(unit * 999.5)):
+        shown, name = size(each).split()
+        assert re.fullmatch(r"\d{1,3}|\d\.\d{1,2}|\d\d\.\d", shown) or each >= 999.5e12
+        value = Decimal(shown) * UNITS[name]
+        assert abs(value - each) <= Decimal(each) / 200, each
 
 
 def test_numbers_stay_whole() -> None:

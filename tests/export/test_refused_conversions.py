@@ -134,6 +134,17 @@ def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
+@pytest.mark.parametrize("target", ["nothing", "empty"])
+def test_a_link_is_refused_before_anything_is_written(tmp_path: Path, target: str) -> None:
+    """A folder cannot be renamed to a link, even to one that leads to no or to an empty folder."""
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / target)
+    with pytest.raises(FolderExistsError, match="out exists"), new_folder(out):
+        pytest.fail("the work began")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
+
+
 def test_where_a_checkpoint_says_that_it_is_quantized(
     converted: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

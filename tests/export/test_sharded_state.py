@@ -177,6 +177,20 @@ def test_a_file_may_be_full_to_the_last_byte(
     assert found == [set(names) for names in division.filename_to_tensors.values()]
 
 
+def test_a_tensor_that_is_larger_than_a_file_has_one_for_itself(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The files are those of huggingface_hub's division, and none is empty."""
+    original = checkpoint("qwen2")
+    held = dict(get_model(model_config=ModelConfig(model=str(original))).named_parameters())
+    division = split_torch_state_dict_into_shards(held, max_shard_size=1)
+    shard(ModelConfig(model=str(original)), 1, tmp_path / "out", part_bytes=1)
+    parts = sorted((tmp_path / "out").glob("model-rank-0-part-*.safetensors"))
+    found = {frozenset(load_file(part)) for part in parts}
+    assert found == {frozenset(names) for names in division.filename_to_tensors.values()}
+    assert len(parts) == len(held)
+
+
 def test_digests_find_a_bit_that_no_load_looks_at(copied: Written) -> None:
     """A load that compares digests names the tensor and the rank of a bit that is another."""
     asked = LoadConfig(digests=True)

@@ -23,6 +23,7 @@ from vllm_module.layers import (
     RecurrentLayer,
     layer_kind,
 )
+from vllm_module.parameters import Dim
 from vllm_module.quantization import ONLINE, EightBitMethod, QuantizableLayer
 from vllm_module.testing import random_weights
 
@@ -318,6 +319,18 @@ def test_a_kernel_that_is_too_small_or_large_is_refused(width: int) -> None:
     """A convolution that no kernel computes is refused when it is built, with its width."""
     with pytest.raises(UnsupportedModelError, match=f"kernel of {width}: expected 2 to 8"):
         Mamba2Mixer(6, 2, 2, 1, 2, conv_kernel=width)
+
+
+@pytest.mark.parametrize("width", [2, 8])
+def test_the_smallest_and_the_largest_kernel_are_torchs_convolution(width: int) -> None:
+    """Each channel is convolved with its last inputs as torch does it, and SiLU follows."""
+    conv = CausalConv1d(Dim.whole(5), width, bias=True)
+    weights = random_weights(conv.expected_weights())
+    conv.load_weights(weights)
+    x = torch.randn(11, 5)
+    before = F.pad(x.T, (width - 1, 0))
+    expected = F.silu(F.conv1d(before, weights["weight"], weights["bias"], groups=5).T)
+    torch.testing.assert_close(conv(x), expected, **WITHIN)
 
 
 @pytest.mark.parametrize("types", [["linear_attention"], ["linear_attention", "mamba"]])

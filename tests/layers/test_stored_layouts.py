@@ -216,6 +216,11 @@ REFUSED = {
         "6 features is no number of whole runs of 4",
     ),
     "pairs of an odd size": (lambda: Slot("q", 6, 1, pairs=3), ShardingError, "whole runs of 3"),
+    "pairs with padding": (
+        lambda: Slot("q", 8, 2, padded=16, pairs=4),
+        ShardingError,
+        "stored as pairs",
+    ),
     "pairs in groups": (
         lambda: Dim((Slot("q", 8, 1, pairs=4), Slot("k", 8)), groups=2),
         ValueError,

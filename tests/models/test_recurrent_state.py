@@ -178,6 +178,37 @@ def test_logits_are_those_of_transformers(folders: Any, name: str, size: int) ->
 
 
 @torch.inference_mode()
+def test_the_residual_has_the_dtype_that_the_configuration_says(
+    folders: Any, tmp_path: Path
+) -> None:
+    """In bfloat16, the sum of layers is rounded as transformers does it, or kept in float32."""
+    folder, _ = folders("mamba2")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["backbone.embeddings.weight"] *= 256  # a layer adds less than bfloat16 rounds off
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    ids = torch.arange(9)
+    sums: list[torch.Tensor] = []  # of the embedding and the first layer
+
+    def keep(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        sums.append(output.float())
+
+    for kept in (True, False):
+        config = AutoConfig.for_model(**CONFIGS["mamba2"], residual_in_fp32=kept)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model.load_state_dict(tensors)
+        model.backbone.layers[0].register_forward_hook(keep)
+        model(ids[None])
+    for kept in (True, False):
+        rewrite(folder, tmp_path, tensors, residual_in_fp32=kept, dtype="bfloat16")
+        model = load(tmp_path)
+        model.backbone.layers[0].register_forward_hook(keep)
+        model(ids, ids)
+        exact, rounded, ours = sums[0][0], sums[1][0], sums.pop()
+        right, wrong = (exact, rounded) if kept else (rounded, exact)
+        assert 4 * (ours - right).norm() < (ours - wrong).norm(), kept
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_error_of_one_percent_in_any_tensor_shows(folders: Any, name: str) -> None:
     """The comparison with transformers fails if any tensor of the checkpoint is off by 1 %."""

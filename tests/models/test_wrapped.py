@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import runpy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from vllm_module.errors import (
     UnsupportedModelError,
     WeightLoadError,
 )
+from vllm_module.testing.sources import WatchedSource
 from vllm_module.wrapped.attention import stepping
 from vllm_module.wrapped.own_attention import divert_methods
 from vllm_module.wrapped.plan_styles import Plan, linear_of
@@ -344,6 +346,25 @@ def test_a_tensor_that_cannot_be_split_is_misshapen(
     tensors[name] = change(tensors[name])
     with pytest.raises(MisshapenWeightError, match=r"gate_up_proj\.weight: .*gate_proj.*up_proj"):
         model.load_weights(tensors)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_share_of_what_is_whole_is_that_of_what_is_read_whole(
+    saved: Callable[..., Path], kind: str, size: int
+) -> None:
+    """Counted are the elements of the file's tensors of which a rank reads all."""
+    tensors = load_file(saved(kind) / "model.safetensors")
+    with tensor_parallel(rank=size - 1, size=size):
+        model = _source(saved(kind)).build(torch.device("cpu"))
+    buffers = {name for name, _ in model.named_buffers()}
+    parameters = {name: each for name, each in tensors.items() if name not in buffers}
+    read: Counter[str] = Counter()
+    for each in model.plan_weights(WatchedSource(tensors)).reads():
+        read[each.name] += each.source.shape.numel()
+    whole = sum(each.numel() for name, each in parameters.items() if read[name] == each.numel())
+    assert model.replicated == whole / sum(each.numel() for each in parameters.values())
+    assert (model.replicated == 1) == (size == 1)
 
 
 @pytest.mark.parametrize("impl", ["auto", "transformers"])

@@ -158,11 +158,15 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "used twice": lambda s: _masked(s) + 0 * s,
     "other numbers than a mask's": lambda s: _masked(s.masked_fill(_tril().T, 0.5)),
     "multiplied by -1": lambda s: _masked(-1 * s),
+    "not known: subtract": lambda s: _masked(torch.ones(()) - s),
+    "not known: divide": lambda s: _masked(torch.ones(()) / s),
     "reshaped": lambda s: _masked(s).reshape(HEADS, -1),
     "are given to transpose": lambda s: _masked(s).transpose(-1, -2),
     "clamp": lambda s: _masked(s.clamp(max=5)),
     "no window": lambda s: s + torch.empty(1, 1, TOKENS, TOKENS).as_subclass(Mask),
     "softmax of scores": lambda s: _masked(s).softmax(-1) * 2,
+    "attention has dropout": lambda s: torch.dropout(_masked(s).softmax(-1), 0.5, True),
+    "of attention has dropout": lambda s: F.dropout(_masked(s).softmax(-1), 0.5, training=True),
     "over dimension": lambda s: _masked(s).softmax(-2),
 }
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_module import WeightLoadError
-from vllm_module.core import fill
+from vllm_module import WeightLoadError, vLLMModule
+from vllm_module.core import fill, fit
 from vllm_module.errors import (
     DuplicateWeightError,
     MisshapenWeightError,
@@ -185,3 +185,48 @@ def test_elements_go_where_all_of_the_others_are_loaded(
     expected[[3, 60]] = torch.tensor([5.0, 6.0])
     part = layer.weight[12:] if sent == ("up",) else layer.weight[:rows]
     assert torch.equal(part.flatten(), expected)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "names", [["embed.weight", "head.weight"], ["head.weight", "embed.weight"]]
+)
+@pytest.mark.parametrize("whole", [(), (0,), (1,)])
+def test_elements_of_a_tied_tensor_are_sent_once(
+    whole: tuple[int, ...], names: list[str], streamed: bool
+) -> None:
+    """Under both names, some elements are refused: nothing tells what the others should be."""
+    tensors = tree.checkpoint(1)
+    tensors["head.weight"] = new = tensors["embed.weight"].clone()
+    model = tree.Model(1, tied=True)
+    model.load_weights(tensors)
+    changes = Changes(torch.tensor([3]), torch.tensor([7.0]), (10, 8))
+    sent = {name: new.clone() if at in whole else changes for at, name in enumerate(names)}
+    with pytest.raises(DuplicateWeightError) as refused:
+        model.update_weights(iter(sent.items()) if streamed else sent)
+    assert [problem.name for problem in refused.value.report.duplicated] == [names[1]]
+    if not (streamed and whole == (0,)):  # a tensor of a stream is read at once
+        model.check_ready()
+        assert torch.equal(model.embed.weight[:10], new)
+    model.load_weights(tensors)
+    model.update_weights({names[1]: changes})
+    new.view(-1)[3] = 7
+    assert torch.equal(model.embed.weight[:10], new)
+
+
+class Biasless(vLLMModule):
+    zero_weights = {"bias": "it has none"}
+
+
+@pytest.mark.parametrize("part", [1, 2.5, 3, 10, None])
+def test_zeros_are_looked_for_in_every_part(part: float | None, monkeypatch) -> None:
+    """A vector that may be zeros is read so many numbers at a time, and each of 10 is looked at."""
+    if part is not None:
+        # Smaller parts, so that a short vector has several.
+        monkeypatch.setattr(fit, "_COMPARED_BYTES", int(part * 4))
+    Biasless().load_weights({"bias": torch.zeros(10)})
+    for place in range(10):
+        bias = torch.zeros(10)
+        bias[place] = -0.5
+        with pytest.raises(UnexpectedWeightError, match=r"bias: expected zeros .*, got -0\.5"):
+            Biasless().load_weights({"bias": bias})

@@ -250,7 +250,7 @@ def test_experts_are_multiplied_out(kind: str, spread: bool) -> None:
     run_ranks(2, work)
 
 
-@pytest.mark.parametrize("rows", [(128, 128), (64, 64), (192, 256)])
+@pytest.mark.parametrize("rows", [(128, 128), (128, 192), (256, 64), (64, 64), (192, 256)])
 @pytest.mark.parametrize("kind", ["nf4-nested", "nf4"])
 def test_slots_stored_as_one_tensor(kind: str, rows: tuple[int, int]) -> None:
     """A layer with named slots takes them as one tensor, unless a nested block has two of them."""
@@ -263,7 +263,7 @@ def test_slots_stored_as_one_tensor(kind: str, rows: tuple[int, int]) -> None:
         layer, plain = build(), build()
         layer.quantize(BitsAndBytes4BitMethod("nf4", nested=kind == "nf4-nested"))
         plain.load_weights({"weight": wide})
-        if rows != (128, 128) and kind == "nf4-nested":
+        if rows[0] % 128 and kind == "nf4-nested":  # the last block may have fewer scales
             problem = r"expected shape \[2\]|384 scales of a end inside a block of 256"
             with pytest.raises(WeightLoadError, match=problem):
                 layer.load_weights(whole)

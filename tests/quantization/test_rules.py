@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -283,6 +284,17 @@ def test_rules_about_a_layer_decide_like_all_rules() -> None:
             rules = Rules(((first, None), (second, ONLINE[TENSOR])))
             for name in names:
                 assert rules.about(names, path).rule_of(name, path) == rules.rule_of(name, path)
+
+
+def test_the_first_rule_of_a_layer_counts() -> None:
+    """Of all orders of rules that name one layer, alone or with others, the first one decides."""
+    name = "model.layers.1.mlp.up_proj"
+    targets = [f"={name}", f"={name}", "mlp", "re:.*up_proj", "=model.layers.2.mlp.up_proj"]
+    schemes = [*ONLINE.values(), None]
+    for order in itertools.permutations(range(len(targets))):
+        rules = Rules(tuple((targets[at], schemes[at]) for at in order))
+        first = next(at for at in order if at < 4)  # the last one is of another layer
+        assert rules.rule_of(name) == (targets[first], schemes[first]), order
 
 
 def test_rules_for_other_layers_cost_nothing_for_each_expert(

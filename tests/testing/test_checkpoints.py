@@ -20,7 +20,7 @@ from vllm_module.testing import (
     random_weights,
     write_checkpoint,
 )
-from vllm_module.testing.checkpoints import fuse
+from vllm_module.testing.checkpoints import assert_same_state, fuse
 from vllm_module.testing.names import Fused, Names
 from vllm_module.weights import open_checkpoint
 
@@ -61,6 +61,18 @@ def test_random_weights_load() -> None:
         assert tensor.unique().numel() == tensor.numel()
         assert not torch.equal(tensor, other[name])
     assert torch.equal(random_weights(expected)["gate.bias"], one["gate.bias"])
+
+
+def test_states_differ_in_shape_and_dtype_as_well() -> None:
+    """The same bytes are another tensor in another shape or dtype; NaN is the same as itself."""
+    values = torch.tensor([[1.0, torch.nan], [-0.0, 2.0]], dtype=torch.float16)
+    for other in (values.view(torch.bfloat16), values.view(torch.int16), values.view(4)):
+        assert other.view(-1).view(torch.uint8).equal(values.view(-1).view(torch.uint8))
+        with pytest.raises(AssertionError, match="x has different bits"):
+            assert_same_state({"x": other}, {"x": values}, "in a test")
+    assert_same_state({"x": values.t().contiguous().t()}, {"x": values}, "in a test")
+    with pytest.raises(AssertionError, match="x has different bits"):
+        assert_same_state({"x": values.abs()}, {"x": values}, "in a test")
 
 
 def test_the_names_that_a_module_knows_are_read_off_it() -> None:

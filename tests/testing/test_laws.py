@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
+from vllm_module.distributed.groups import PipelineStage
 from vllm_module.errors import ShardingError
 from vllm_module.layers import (
     ColumnParallelLinear,
@@ -30,6 +31,7 @@ from vllm_module.testing import (
     assert_pure,
     assert_reads_what_it_keeps,
     assert_sharding_equivalent,
+    assert_staged,
     features,
 )
 
@@ -311,3 +313,38 @@ def test_without_hypothesis_the_extra_is_named() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode != 0
     assert "pip install 'hypothesis>=6.100'" in result.stderr
+
+
+class Deep(vLLMModule):
+    """A module with nothing but layers, which pipeline stages may share."""
+
+    divided_layers = "layers"
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(RMSNorm(2) for _ in range(count))
+
+
+@pytest.mark.usefixtures("few")
+def test_stages_may_differ_by_a_layer() -> None:
+    """Four stages have 2, 1, 2 and 1 of six layers: the last has no more than the others."""
+    sizes = [len(PipelineStage(rank, 4).layers(6)) for rank in range(4)]
+    assert sizes == [2, 1, 2, 1]
+    assert_staged(Deep, count=st.just(6))
+
+
+@pytest.mark.parametrize(("count", "first"), [(4, 3), (4, 1), (5, 2), (6, 4), (6, 2)])
+def test_a_stage_with_too_many_layers_is_found(
+    count: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages differ by one layer at most, and the last, with the head, has not the more."""
+    right = PipelineStage.layers
+
+    def layers(stage: PipelineStage, of: int) -> range:
+        if (stage.size, of) != (2, count):
+            return right(stage, of)
+        return range(first, count) if stage.rank else range(first)
+
+    monkeypatch.setattr(PipelineStage, "layers", layers)  # the fault that is to be found
+    with pytest.raises(AssertionError, match=rf"stages have \[{first}, {count - first}\] layers"):
+        assert_staged(Deep, count=st.just(count))

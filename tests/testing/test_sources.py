@@ -30,6 +30,19 @@ def test_parts_of_parts_are_recorded_where_they_lie(dims: tuple[int, ...]) -> No
         assert torch.equal(tensor[place], expected)
 
 
+@pytest.mark.parametrize("early", [0, 1, 2])
+def test_a_read_before_all_names_are_routed_is_not_forgotten(early: int) -> None:
+    """One read of a tensor whose source still has names tells, whatever is read afterwards."""
+    source = WatchedSource({str(number): torch.zeros(2) for number in range(3)})
+    for read, handle in enumerate(source.values(), 1):
+        if read <= early:
+            handle.read()
+    for handle in source.values():
+        handle.read()
+    assert source.watch.routed == (early == 0)
+    assert len(source.watch.reads) == early + 3
+
+
 @pytest.mark.parametrize("after", range(5))
 def test_a_stream_fails_once(after: int) -> None:
     """It does so after as many pairs as are asked for, or at its end."""

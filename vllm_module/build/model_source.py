@@ -286,7 +286,9 @@ def _fewer_parameters(config: HFConfig, tensors: int | None) -> Iterator[None]:
 
     def count(module: torch.nn.Module, name: str, parameter: object) -> None:
         nonlocal made
-        made += threading.get_ident() == thread  # the hook is called for all threads of the process
+        if threading.get_ident() != thread:  # the hook is called for all threads of the process
+            return
+        made += 1
         if made > most:
             raise CheckpointFormatError(
                 f"config.json describes a larger model than the checkpoint: more than {most} "

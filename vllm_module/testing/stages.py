@@ -87,7 +87,7 @@ def _assert_divided(
     held = [number for own in found for number in sorted(own)]
     assert held == [*range(layers)], f"stages have the layers {found}, and there are {layers}"
     sizes = [len(own) for own in found]
-    even = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    even = sizes[-1] == min(sizes) and max(sizes) - min(sizes) <= 1
     assert even, f"stages have {sizes} layers"
     tied = Names.of(case.whole).tied
     for name in whole:
