@@ -62,9 +62,11 @@ def asked_for(of: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "s", "schema": of}}
 
 
-# The bodies of each kind, and the status that they get.
+# The bodies of each kind, and the status that they get. Those of "... to tokenize" are for another
+# path.
 BODIES: dict[str, tuple[Callable[[], bytes], int]] = {
     "a prompt of 16 MB": (lambda: body(prompt="word " * (3 * MIB)), 400),
+    "16 MB to tokenize": (lambda: json.dumps({"prompt": "word " * (3 * MIB)}).encode(), 200),
     "7 million token ids": (lambda: b'{"prompt": [' + b"1," * (7 * MIB) + b"1]}", 400),
     "800,000 objects": (
         lambda: b'{"prompt": [' + b'{"a": "b", "c": 1},' * 800_000 + b"{}]}", 400,
@@ -126,7 +128,8 @@ def attack(pipe: Connection, port: int) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             try:
                 headers = {"Content-Type": "application/json"}
-                connection.request("POST", "/v1/completions", data, headers)
+                path = "/tokenize" if kind.endswith("to tokenize") else "/v1/completions"
+                connection.request("POST", path, data, headers)
                 statuses.add(connection.getresponse().status)
             except (ConnectionError, http.client.HTTPException):
                 statuses.add(413)  # it is told, and its connection ends while it still sends

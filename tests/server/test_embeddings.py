@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from vllm_module import LLM, AsyncLLM
@@ -151,8 +152,16 @@ def test_each_model_refuses_what_it_is_not_for(
     assert (code, answer["error"]["param"]) == (400, "encoding_format")
 
 
-def test_tokens_and_back(server: Any) -> None:
+def test_tokens_and_back(server: Any, folder: Path) -> None:
     """Tokens of a text give the text again; messages are formatted by the template."""
+    library = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    long = 'a "b" é ' * 20_000  # is checked, encoded and answered by other threads
+    body = {"prompt": long, "return_token_strs": True}
+    code, found = server.ask("POST", "/tokenize", body)
+    assert (code, found["tokens"]) == (200, library.encode(long).ids)
+    assert found["token_strs"] == library.encode(long).tokens
+    code, found = server.ask("POST", "/detokenize", {"tokens": found["tokens"]})
+    assert (code, found["prompt"]) == (200, library.decode(library.encode(long).ids))
     code, found = server.ask("POST", "/tokenize", {"prompt": "né", "return_token_strs": True})
     assert (code, found["count"], found["max_model_len"]) == (200, 3, 1024)
     assert found["token_strs"] == ["n", "Ã", "©"]

@@ -30,6 +30,7 @@ Right = Literal["open", "api", "admin"]
 
 # Without this, no number of a body becomes infinite when it is read.
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{2}|[0-9]{200}")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _SMALL = 1 << 16  # bytes of a body that is checked before another request is
 _OVERLAP = 256  # bytes of two parts of a body, more than a match of _LARGE has
 _STREAMED = [
@@ -145,11 +146,12 @@ class HandlerEndpoint(Endpoint):
 
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
         """Check the body and have the handler answer it."""
-        if len(data) <= _SMALL:
-            body = self._checked(request.headers, data)
-        else:  # other requests are answered meanwhile
+        large = len(data) > _SMALL  # then other requests are answered meanwhile
+        if large:
             body = await asyncio.to_thread(self._checked, request.headers, data)
-        await work_until_gone(self._work(body, request, send), request.receive)
+        else:
+            body = self._checked(request.headers, data)
+        await work_until_gone(self._work(body, request, send, large), request.receive)
 
     def _checked(self, headers: Headers, data: bytes) -> Body:
         if not data and not any(each.is_required() for each in self.kind.model_fields.values()):
@@ -170,12 +172,18 @@ class HandlerEndpoint(Endpoint):
             raise ApiError(400, "the body has a number that is too large for a float") from None
         return self.kind.of(given)
 
-    async def _work(self, body: Body, request: Request, send: Send) -> None:
+    async def _work(self, body: Body, request: Request, send: Send, large: bool) -> None:
         answer = await self.handler(self.state, body)
         if isinstance(answer, AsyncGenerator):
             await self._send_events(send, answer)
             return
-        response = PlainTextResponse(answer) if isinstance(answer, str) else json_response(answer)
+        response: Response
+        if isinstance(answer, str):
+            response = PlainTextResponse(answer)
+        elif large:
+            response = await asyncio.to_thread(json_response, answer, in_parts=True)
+        else:
+            response = json_response(answer)
         await response(request.scope, request.receive, send)
 
     async def _send_events(self, send: Send, events: Events) -> None:
@@ -226,8 +234,10 @@ def _told(error: Exception) -> ApiError:
     return told
 
 
-def _encode(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+def _encode(value: object, in_parts: bool = False) -> bytes:
+    # At once, the encoder holds the GIL until all of a value is encoded.
+    text = "".join(_ENCODER.iterencode(value)) if in_parts else _ENCODER.encode(value)
+    return text.encode(errors="replace")
 
 
 def event_message(value: dict[str, Any]) -> Message:
@@ -237,7 +247,7 @@ def event_message(value: dict[str, Any]) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
-def json_response(value: object, status: int = 200) -> Response:
-    """Return a JSON value as an answer."""
+def json_response(value: object, status: int = 200, *, in_parts: bool = False) -> Response:
+    """Return a JSON value as an answer; in parts, other threads run while it is encoded."""
     headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(status)
-    return Response(_encode(value), status, headers, "application/json")
+    return Response(_encode(value, in_parts), status, headers, "application/json")

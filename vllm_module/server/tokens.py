@@ -79,7 +79,7 @@ async def tokenize(state: State, body: TokenizeBody) -> dict[str, Any]:
     most = llm.llm.model_config.max_model_len
     answer = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
-        answer["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+        answer["token_strs"] = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids)
     return answer
 
 
