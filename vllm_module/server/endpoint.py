@@ -31,7 +31,7 @@ Right = Literal["open", "api", "admin"]
 # Without this, no number of a body becomes infinite when it is read.
 _LARGE = re.compile(rb"[0-9][eE]\+?[0-9]{2}|[0-9]{200}")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-_SMALL = 1 << 16  # bytes of a body that is checked before another request is
+SMALL_BODY = 1 << 16  # bytes of a body that is checked before another request is
 _OVERLAP = 256  # bytes of two parts of a body, more than a match of _LARGE has
 _STREAMED = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -146,7 +146,7 @@ class HandlerEndpoint(Endpoint):
 
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
         """Check the body and have the handler answer it."""
-        large = len(data) > _SMALL  # then other requests are answered meanwhile
+        large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
         if large:
             body = await asyncio.to_thread(self._checked, request.headers, data)
         else:
@@ -165,7 +165,7 @@ class HandlerEndpoint(Endpoint):
             raise ApiError(400, f"the body is no JSON: {error}") from None
         try:
             # A search holds the GIL, so it looks at some of the body at a time.
-            parts = ((at, at + _SMALL + _OVERLAP) for at in range(0, len(data), _SMALL))
+            parts = ((at, at + SMALL_BODY + _OVERLAP) for at in range(0, len(data), SMALL_BODY))
             if any(_LARGE.search(data, *part) for part in parts):
                 json.dumps(given, allow_nan=False)  # raises for a number that became infinite
         except ValueError:

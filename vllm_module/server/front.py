@@ -25,7 +25,13 @@ from vllm_module.server.backends import (
     prefixes_of,
 )
 from vllm_module.server.connection import Limits
-from vllm_module.server.endpoint import Endpoint, Keys, event_message, work_until_gone
+from vllm_module.server.endpoint import (
+    SMALL_BODY,
+    Endpoint,
+    Keys,
+    event_message,
+    work_until_gone,
+)
 from vllm_module.server.errors import ApiError
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -144,11 +150,13 @@ class _Forward(Endpoint):
         Those that end before they have answered are ``_TRIES`` at most: the request may be what
         ends them.
         """
-        given = _fields(asked.body)
-        prefixes = prefixes_of(_prompt(given))
+        if len(asked.body) > SMALL_BODY:  # other answers are passed on meanwhile
+            model, prefixes = await asyncio.to_thread(_aim_of, asked.body)
+        else:
+            model, prefixes = _aim_of(asked.body)
         tried, ended = set[Any](), 0
         answer: _Whole | None = None
-        async with self.state.asking(str(given.get("model"))):
+        async with self.state.asking(model):
             while ended < _TRIES and (backend := backends.choose(prefixes, tried)) is not None:
                 tried.add(backend)
                 try:
@@ -322,9 +330,11 @@ def _fields(body: bytes) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-def _prompt(given: dict[str, Any]) -> bytes:
-    """Return the bytes of a request that its pages depend on, in the order of the pages."""
-    return json.dumps([given[name] for name in _PROMPT if name in given]).encode()
+def _aim_of(body: bytes) -> tuple[str, list[int]]:
+    """Return the model that a body names, and hashes of prefixes of what its pages depend on."""
+    given = _fields(body)
+    prompt = json.dumps([given[name] for name in _PROMPT if name in given])
+    return str(given.get("model")), prefixes_of(prompt.encode())
 
 
 def _joined(texts: Iterable[tuple[int, str]]) -> str:
