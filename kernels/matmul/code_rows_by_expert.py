@@ -25,6 +25,7 @@ from vllm_module.kernels.matmul.code_rows_matmul import (
     tell,
 )
 from vllm_module.kernels.matmul.torch_threads import call, compiled, in_threads, numbers, thread
+from vllm_module.kernels.rows.compiled_numbers import WRITTEN
 
 _MOST_TOLD = 1 << 10  # layers of which it is kept what the loops are told
 _NUMBERS = 26  # integers that the loops are given for one product; see compiled_rows
@@ -129,27 +130,37 @@ def _by_expert(threads: int) -> Callable[..., None]:
 
 @functools.cache
 def _compiled() -> Any:
-    return compiled(_multiply)
+    """Return what calls the loops of one product for each expert, and writes the other rows."""
+    written = WRITTEN
 
+    def multiply(argument: Any) -> None:
+        assert written
+        at = numbers(argument, np.int64, (12,))
+        loops, experts, x, columns, y, rows, outputs = (
+            at[0],
+            at[2],
+            at[4],
+            at[5],
+            at[6],
+            at[7],
+            at[8],
+        )
+        told = numbers(at[1], np.int64, (experts, _NUMBERS))
+        offsets = numbers(at[3], np.int32, (experts + 1,))
+        own = np.empty(_NUMBERS, np.int64)
+        row_of_x, row_of_y = columns * at[9], outputs * at[9]  # bytes
+        for expert in range(experts):
+            first, last = np.int64(offsets[expert]), np.int64(offsets[expert + 1])
+            if first < last:
+                for number in range(_NUMBERS):
+                    own[number] = told[expert, number]
+                own[1], own[2], own[3] = x + first * row_of_x, last - first, columns
+                own[20], own[21], own[22] = y + first * row_of_y, last - first, outputs
+                own[23], own[24], own[25] = at[10], at[10], at[11]
+                call(loops, own.ctypes.data)
+        if not thread():
+            first = np.int64(offsets[experts])
+            rest = numbers(y + first * row_of_y, np.uint8, ((rows - first) * row_of_y,))
+            rest[:] = 0
 
-def _multiply(argument: Any) -> None:
-    """Call the loops of one product for each expert that has rows, and write the other rows."""
-    at = numbers(argument, np.int64, (12,))
-    loops, experts, x, columns, y, rows, outputs = at[0], at[2], at[4], at[5], at[6], at[7], at[8]
-    told = numbers(at[1], np.int64, (experts, _NUMBERS))
-    offsets = numbers(at[3], np.int32, (experts + 1,))
-    own = np.empty(_NUMBERS, np.int64)
-    row_of_x, row_of_y = columns * at[9], outputs * at[9]  # bytes
-    for expert in range(experts):
-        first, last = np.int64(offsets[expert]), np.int64(offsets[expert + 1])
-        if first < last:
-            for number in range(_NUMBERS):
-                own[number] = told[expert, number]
-            own[1], own[2], own[3] = x + first * row_of_x, last - first, columns
-            own[20], own[21], own[22] = y + first * row_of_y, last - first, outputs
-            own[23], own[24], own[25] = at[10], at[10], at[11]
-            call(loops, own.ctypes.data)
-    if not thread():
-        first = np.int64(offsets[experts])
-        rest = numbers(y + first * row_of_y, np.uint8, ((rows - first) * row_of_y,))
-        rest[:] = 0
+    return compiled(multiply)
