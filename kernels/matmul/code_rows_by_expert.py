@@ -76,11 +76,13 @@ def multiplied_by_experts(
     if not experts or not takes_code_rows(x, weight[0], -(-len(x) // experts)):
         return None
     key = describe, *map(memory_of, weight)
-    if key not in _told:
+    try:  # other threads may drop all at any time
+        told = _told[key]
+    except KeyError:
+        told = _tell(experts, describe, weight)
         if len(_told) >= _MOST_TOLD:
             _told.clear()
-        _told[key] = _tell(experts, describe, weight)
-    told = _told[key]
+        _told[key] = told
     return None if told is None else _product(x, offsets, told)
 
 
