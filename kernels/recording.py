@@ -162,8 +162,9 @@ class Effects(TorchDispatchMode):
         expected: tensors that it may write, though it has not made them.
 
     Attributes:
-        found: the name of an operation that wrote to other memory that was there before, or drew
-            random numbers; ``None`` if there was none.
+        found: the name of an operation that wrote to other memory that was there before, drew
+            random numbers, or is another library's, which may do anything; ``None`` if there was
+            none.
 
     """
 
@@ -187,7 +188,8 @@ class Effects(TorchDispatchMode):
         new = {_address(each) for each in _tensors(result)} - used
         # Without new memory and without writing, such as dropout in inference, nothing was drawn.
         random = torch.Tag.nondeterministic_seeded in func.tags and (addresses or new)
-        if random or not addresses <= self._made:
+        others = func.name().split("::")[0] not in _LIBRARIES
+        if others or random or not addresses <= self._made:
             self.found = func.name()
         self._made |= new
         return result

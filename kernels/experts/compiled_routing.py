@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
-from vllm_module.kernels.rows.compiled_few_rows import exp
-from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
+from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, exp, load, store
 
 _LEAST = np.int64(-(2**63))  # of what cannot be chosen
 
@@ -124,8 +123,10 @@ def compiled_order() -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
+    written = WRITTEN
 
     def order(argument: Any) -> None:
+        assert written
         at = numbers(argument, np.int64, (6,))
         rows, first, count = at[0], at[1], at[2]
         experts = numbers(at[3], np.int32, (rows,))
@@ -171,9 +172,10 @@ def compiled_combination() -> Any:
         order = numbers(at[5], np.int32, (tokens * top_k,))
         last = numbers(at[6], np.int32, (1,))[0]
         weights = numbers(at[7], np.float32, (tokens * top_k,))
-        place = np.empty(tokens * top_k, np.int64)
+        place = np.full(tokens * top_k, last, np.int64)
         for row in range(len(order)):
-            place[order[row]] = row
+            if order[row] >= 0 and order[row] < len(place):
+                place[order[row]] = row
         begin = features * thread() // threads()
         row_of_one = np.empty(features * (thread() + 1) // threads() - begin, np.float32)
         total = np.empty(len(row_of_one), np.float32)

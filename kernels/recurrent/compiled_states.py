@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
-from vllm_module.kernels.rows.compiled_few_rows import exp, silu
-from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
+from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, exp, load, silu, store
 
 
 def _softplus(x: Any) -> Any:

@@ -14,26 +14,15 @@ from typing import Any
 import numpy as np
 
 from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
-from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, rounded, store
-
-
-def exp(x: Any) -> Any:
-    """Return the exponential of a float32, exact to its last bit: it is computed in float64.
-
-    It is two to the power of an integer, which are bits of a float64, times a Taylor series.
-    """
-    power = min(max(np.float64(x) * 1.4426950408889634, -1000.0), 1000.0)
-    whole = np.floor(power + 0.5)
-    f = (power - whole) * 0.6931471805599453  # at most 0.35
-    series = 1 / 720 + f * (1 / 5040 + f * (1 / 40320))
-    series = 1 / 2 + f * (1 / 6 + f * (1 / 24 + f * (1 / 120 + f * series)))
-    scale = np.int64(np.int64(np.int64(whole) + np.int64(1023)) << np.int64(52)).view(np.float64)
-    value = np.float32((1 + f * (1 + f * series)) * scale)
-    return x if x != x else value
-
-
-def silu(x: Any) -> Any:
-    return x / (1 + exp(-x))
+from vllm_module.kernels.rows.compiled_numbers import (
+    USED,
+    WRITTEN,
+    exp,
+    load,
+    rounded,
+    silu,
+    store,
+)
 
 
 def _gelu_tanh(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 A loop computes in float32, and rounds to bfloat16 where torch's operations round. It has
 ``WRITTEN`` as a closure, because numba's cache does not see that functions of other files change.
+So a loop calls functions of its own file, of this one and of ``torch_threads`` alone.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from vllm_module.kernels.matmul import torch_threads
 from vllm_module.kernels.matmul.torch_threads import numbers
 
-WRITTEN = zlib.crc32(Path(__file__).read_bytes()) or 1
+_TEXTS = [Path(str(file)).read_bytes() for file in (__file__, torch_threads.__file__)]
+WRITTEN = zlib.crc32(b"".join(_TEXTS)) or 1
 
 
 def rounded(value: Any) -> Any:
@@ -49,6 +52,26 @@ def store(values: Any, address: Any, narrow: Any) -> None:
         wide = numbers(address, np.float32, (len(values),))
         for at in range(len(values)):
             wide[at] = values[at]
+
+
+def exp(x: Any) -> Any:
+    """Return the exponential of a float32, exact to its last bit: it is computed in float64.
+
+    It is two to the power of an integer, which are bits of a float64, times a Taylor series.
+    """
+    power = min(max(np.float64(x) * 1.4426950408889634, -1000.0), 1000.0)
+    whole = np.floor(power + 0.5)
+    f = (power - whole) * 0.6931471805599453  # at most 0.35
+    series = 1 / 720 + f * (1 / 5040 + f * (1 / 40320))
+    series = 1 / 2 + f * (1 / 6 + f * (1 / 24 + f * (1 / 120 + f * series)))
+    scale = np.int64(np.int64(np.int64(whole) + np.int64(1023)) << np.int64(52)).view(np.float64)
+    value = np.float32((1 + f * (1 + f * series)) * scale)
+    return x if x != x else value
+
+
+def silu(x: Any) -> Any:
+    """Return SiLU of a float32."""
+    return x / (1 + exp(-x))
 
 
 USED = rounded, load, store

@@ -133,6 +133,14 @@ def test_engines_give_the_tokens_of_one(pair: list[One], folders: dict[str, Path
     assert pair[0].call("preemptions") > 0
 
 
+def test_engines_in_loops_compute_each_step_once(folders: dict[str, Path]) -> None:
+    """A step that one engine computed again, to record it, would meet the others' next one."""
+    pytest.importorskip("numba")
+    with engines(folders["mixtral"], **TIGHT, loops=True) as (first, second):
+        assert (first.hear(), second.hear()) == ("ready", "ready")
+        check_tokens(folders["mixtral"], first, second)
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next"])
 def test_ranks_of_engines_share_experts(
     name: str, folders: dict[str, Path], tmp_path: Path

@@ -224,6 +224,23 @@ def test_weights_are_read_when_the_loops_run(told: list[int]) -> None:
     assert len(told) == 4
 
 
+def test_what_is_kept_may_be_dropped_at_any_time(
+    told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines in threads of one process share it, and each drops it when it has become much."""
+
+    class Dropped(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__(key, value)
+            self.clear()
+
+    monkeypatch.setattr(home, "_told", Dropped())  # no test can stop a thread between two lines
+    multiply, weight = floats(torch.float32)
+    x = torch.randn(ROWS, INPUT)
+    assert_within(multiply(x, offsets_of(COUNTS)), x, weight, COUNTS)
+    assert len(told) == 1
+
+
 def test_a_recording_goes_where_tokens_go_now(told: list[int]) -> None:
     """Numbers of rows are read when the recording runs, and none of its Python code runs again."""
     weight, x = torch.randn(EXPERTS, OUTPUT, INPUT), torch.randn(ROWS, INPUT)

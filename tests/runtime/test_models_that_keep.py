@@ -30,6 +30,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+CALLS: list[int] = []
 ROUNDS = [[[1, 2, 3]], [[1, 2, 3, 4], [7, 8]], [[5, 6, 7, 8, 9, 10]]]
 
 
@@ -124,6 +125,19 @@ def drawn_in_place(mlp: Any, x: Tensor) -> Tensor:
     return x + torch.empty_like(x).normal_()
 
 
+@torch.library.custom_op("keeps::counted", mutates_args=())
+def counted(x: Tensor, first: bool) -> Tensor:
+    """Count calls outside of the model, as an operation does that meets other processes."""
+    CALLS.append(0)
+    if first:
+        CALLS.clear()
+    return x.clone() if len(CALLS) < 9 else -x
+
+
+def of_another_library(mlp: Any, x: Tensor) -> Tensor:
+    return counted(x, len(x) > 2)
+
+
 def tokens(llm: LLM) -> list[list[list[int]]]:
     torch.manual_seed(0)
     asked = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -188,7 +202,7 @@ def both(
 @pytest.mark.parametrize(
     "change",
     [number, entries, entry, of_an_object, array, buffer, tensor, another_tensor, drawn,
-     drawn_in_place],
+     drawn_in_place, of_another_library],
 )  # fmt: skip
 def test_a_step_that_changes_what_is_kept_is_computed_once(
     change: Any, folder: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, QuantizationConfig, SamplingParams
@@ -186,6 +187,30 @@ def test_a_hook_is_called(checkpoint: Any, replayed: list[int]) -> None:
         layer.register_forward_hook(lambda *_: called.append(1))
         assert tokens(llm) == expected(model)
         assert len(called) == NEW
+        assert not replayed
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_hook_that_comes_after_a_recording_is_called(
+    of_all: bool, checkpoint: Any, replayed: list[int]
+) -> None:
+    """It may come and go between two steps, and may be one of all modules."""
+    folder, model = checkpoint()
+    called: list[object] = []
+    with LLM(folder, **OPTIONS) as llm:
+        assert tokens(llm) == expected(model)
+        layer = llm.executor.worker.model.model.layers[1]
+        replayed.clear()
+
+        def hook(module: Any, *_: Any) -> None:
+            called.append(module)
+
+        handle = (register_module_forward_hook if of_all else layer.register_forward_hook)(hook)
+        try:
+            assert tokens(llm) == expected(model)
+        finally:
+            handle.remove()
+        assert called.count(layer) == NEW
         assert not replayed
 
 

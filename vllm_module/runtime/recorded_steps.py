@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from vllm_module.base.messages import describe_error
 from vllm_module.kernels.attention.paged_layout import DecodingLayout
@@ -58,6 +59,7 @@ class RecordedSteps:
         self._most_bytes = max(_LEAST_BYTES, weights // _SHARE)
         self._steps: dict[object, _RecordedStep] = {}
         self._most = sys.maxsize  # sequences of a step that may gain
+        self._hooks = RemovableHandle.next_id  # as many have been registered in this process
         self.kept: KeptByModel | None = None
 
     def clear(self) -> None:
@@ -91,6 +93,11 @@ class RecordedSteps:
             metadata: of the step, with block tables of all columns.
 
         """
+        if self._hooks != RemovableHandle.next_id:
+            self._hooks = RemovableHandle.next_id
+            if self._has_recordings() and not all(map(is_plain, self._model.modules())):
+                _log.debug("recorded steps are dropped: they would not call a hook")
+                self.clear()
         chosen = products_in_use.get()
         if not chosen.pages or len(ids) > self._most:
             logits = self._compute(ids, positions, metadata.laid_out())

@@ -266,10 +266,12 @@ class Worker(WorkerExperts):
             self.model, self.num_states, self.device, self.source.dtype, self.host_states
         )
         most_pages, compiled = -(-max_model_len // size), config.enable_torch_compile
-        # Ranks meet outside of torch's operations, and a step that is computed twice to record it
-        # would count experts twice.
+        # Ranks meet outside of torch's operations, and so do engines that share experts: one that
+        # computes a step again to record it would meet the others' next one. Experts would be
+        # counted twice.
         once = config.enable_eplb or config.enforce_eager or compiled
-        records = self.device.type == "cpu" and self._all_ranks == 1 and not once
+        alone = self._all_ranks == 1 and self.own_tokens is None
+        records = self.device.type == "cpu" and alone and not once
         self.runner = ModelRunner(
             self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows,
             self._pipe, self.own_tokens, records,
