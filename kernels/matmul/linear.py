@@ -24,7 +24,7 @@ from vllm_module.kernels.operators import next_power_of_2
 from vllm_module.kernels.recording import Recording
 
 _LARGE = 1 << 21  # multiplications below which calling oneDNN gains nothing
-_LARGE_WEIGHT = 1 << 18  # numbers of a weight below which calling the loops gains nothing
+_LARGE_WEIGHT = 1 << 10  # numbers of a weight below which the loops gain nothing in a recording
 _WORTHWHILE = 8 << 20  # bytes of weights
 _GAIN = 0.9  # largest share of the other's time that a way may take to be chosen
 _TRIED = 1, 16, 128  # number of rows timed for each class
