@@ -1,6 +1,6 @@
 """How long hostile requests hold up the streams of other clients, beside the time of a step.
 
-    python tests/bench/hostile.py [--streams 8] [--rounds 3]
+    python tests/bench/hostile.py [--streams 8] [--rounds 3] [--kinds KIND ...]
         [--out tests/bench/results/hostile.json]
 
 A model of 58 million parameters answers streams of other clients, which are processes of their own.
@@ -143,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", default=[*BODIES, "connections that end at once"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +170,7 @@ def main() -> None:
     for _ in range(4):
         expected, _ = streamed()  # steps are compiled and recorded
     results: dict[str, Any] = {}
-    for kind in (*BODIES, "connections that end at once"):
+    for kind in options.kinds:
         alone, beside, counts = [], [], []
         for _ in range(options.rounds):
             texts, longest = streamed()

@@ -246,3 +246,12 @@ def test_logs_hold_no_prompts_and_no_keys(server: Any, caplog: pytest.LogCapture
     text = "\n".join(each.getMessage() for each in records)
     assert secret not in text
     assert "sk-" not in text
+
+
+def test_a_list_that_is_no_prompt_is_refused_by_its_length(server: Any) -> None:
+    """Its entries are not looked at, for which other requests would wait."""
+    for entry in (1, "a", {}):
+        body = {**GOOD, "prompt": [entry] * 2000}
+        code, answer = server.ask("POST", "/v1/completions", body)
+        message = "prompt has 2000 entries: expected at most 64 prompts, or 1024 tokens of one"
+        assert (code, answer["error"]["message"]) == (400, message)

@@ -38,7 +38,11 @@ class CompletionBody(GenerationBody):
 
 async def completions(state: State, body: CompletionBody) -> Answer:
     """Continue prompts; with ``echo``, answer with the prompt's text and logprobs, too."""
-    state.engine(body.model)
+    most = state.engine(body.model).llm.model_config.max_model_len
+    if isinstance(body.prompt, list) and len(body.prompt) > max(most, state.max_prompts):
+        # Without a look at each entry, for which the other requests would wait.
+        message = f"prompt has {len(body.prompt)} entries: expected at most {state.max_prompts} "
+        raise ApiError(400, f"{message}prompts, or {most} tokens of one", "prompt")
     prompts = await state.prompts("prompt", body.prompt, body.add_special_tokens)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens should be 1 or more, or 0 with echo", "max_tokens")

@@ -16,8 +16,6 @@ from vllm_module.server.metrics import Histograms
 from vllm_module.server.protocol import TemplateOptions
 from vllm_module.server.tools import Formats
 
-_MANY = 10_000  # entries of a list, which other requests do not wait for
-
 
 def new_id(kind: str) -> str:
     """Return a new id of a request."""
@@ -66,10 +64,7 @@ class State:
         self, name: str, value: Any, special: bool | None = None
     ) -> list[dict[str, Any]]:
         """Return the prompts in a field; a thread tokenizes texts without special tokens."""
-        if isinstance(value, list) and len(value) > _MANY:
-            listed = await asyncio.to_thread(listed_prompts, name, value)
-        else:
-            listed = listed_prompts(name, value)
+        listed = listed_prompts(name, value)
         if len(listed) > self.max_prompts:
             message = f"{name} has {len(listed)} prompts, and a request may have {self.max_prompts}"
             raise ApiError(400, message, name)
