@@ -161,6 +161,7 @@ def main() -> None:
     (clients, theirs), (attacker, its) = spawning.Pipe(), spawning.Pipe()
     for target, given in ((stream_all, (theirs, port, options.streams)), (attack, (its, port))):
         spawning.Process(target=target, args=given, daemon=True).start()
+        given[0].close()  # so that a process that fails is noticed
 
     def streamed() -> tuple[list[str], float]:
         clients.send(True)

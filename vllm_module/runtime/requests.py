@@ -158,7 +158,8 @@ class Requests:
             raise ValueError(f"request {request_id!r} exists already: choose another id")
         if not prompt:
             raise ValueError("the prompt has no tokens")
-        self.check_length(prompt)
+        if len(prompt) >= self.max_model_len:
+            self.check_length(prompt)
         named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
         check_tokens([*prompt, *params.stop_token_ids, *named], self.vocab_size)
         if params.n > self.scheduler.max_num_seqs:

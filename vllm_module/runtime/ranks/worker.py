@@ -270,8 +270,8 @@ class Worker(WorkerExperts):
         # computes a step again to record it would meet the others' next one. Experts would be
         # counted twice.
         once = config.enable_eplb or config.enforce_eager or compiled
-        alone = self._all_ranks == 1 and self.own_tokens is None
-        records = self.device.type == "cpu" and alone and not once
+        once = once or self.own_tokens is not None
+        records = self.device.type == "cpu" and self._all_ranks == 1 and not once
         self.runner = ModelRunner(
             self.model, self.device, config.max_num_seqs, most_pages, compiled, self._adapter_rows,
             self._pipe, self.own_tokens, records,
