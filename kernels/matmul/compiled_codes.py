@@ -87,6 +87,13 @@ def _four_bits(
             out[1, group, at] = (np.float32(high) - less) * scale
 
 
+def _sixteen(table: Any) -> Any:
+    """Return the numbers of a table as a tuple, which stays in registers."""
+    first = table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]
+    last = table[8], table[9], table[10], table[11], table[12], table[13], table[14], table[15]
+    return first + last
+
+
 def _chosen(code: Any, t: Any) -> Any:
     """Return one of 16 numbers by selections, which a loop makes for many codes at once."""
     one, two = bool(np.uint8(code & np.uint8(1))), bool(np.uint8(code & np.uint8(2)))
@@ -103,9 +110,7 @@ def _chosen(code: Any, t: Any) -> Any:
 def _in_table(
     rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, of: Any, shift: Any, out: Any
 ) -> None:
-    first = table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]
-    last = table[8], table[9], table[10], table[11], table[12], table[13], table[14], table[15]
-    t = first + last
+    t = _sixteen(table)
     for group in range(rows.shape[1]):
         scale = scales[of, group]
         for at in range(rows.shape[2]):
@@ -126,9 +131,7 @@ def _mxfp4(
     rows: Any, n: Any, scales: Any, zeros: Any, zero: Any, table: Any, of: Any, shift: Any, out: Any
 ) -> None:
     """Write codes in a table times powers of two, whose exponents are in ``zeros``."""
-    first = table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]
-    last = table[8], table[9], table[10], table[11], table[12], table[13], table[14], table[15]
-    t = first + last
+    t = _sixteen(table)
     for group in range(rows.shape[1]):
         scale = _power(zeros[of, group])
         for at in range(rows.shape[2]):
@@ -208,7 +211,7 @@ def _four_bit_product(
     return total(product)
 
 
-USED = (_less, _float8, _chosen, _power)
+USED = (_less, _float8, _sixteen, _chosen, _power)
 VALUES = {
     INT8: _int8,
     FP8: _fp8,
