@@ -26,7 +26,8 @@ class Products(NamedTuple):
         codes: largest number of rows that are multiplied by the codes of quantized weights, instead
             of dequantizing a weight first, in the same loops.
         pages: True for attention of single tokens that reads a cache's pages where they are
-            (:mod:`~vllm_module.kernels.attention.attention_on_pages`).
+            (:mod:`~vllm_module.kernels.attention.attention_on_pages`), and for the other loops of
+            few rows: norms, activations, states, and routing to experts.
 
     """
 

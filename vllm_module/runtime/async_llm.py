@@ -192,12 +192,11 @@ class AsyncLLM:
             if ids is None and prompt_text(prompt) is not None:
                 ids = token_ids(prompt, self.llm.get_tokenizer, Tokenization())
                 prompt = {**given, "prompt_token_ids": ids}
-            try:
-                if isinstance(ids, Sized) and not self.llm.no_text:
-                    self.llm.engine.check_length(ids)
-            except ValueError as error:
-                which = f"prompt {index}: " if len(prompts) > 1 else ""
-                raise ValueError(f"{which}{error}") from None
+            if isinstance(ids, Sized) and not self.llm.no_text:
+                engine = self.llm.engine
+                if len(ids) >= engine.max_model_len:
+                    which = f"prompt {index}: " if len(prompts) > 1 else ""
+                    raise ValueError(f"{which}{engine.too_long(len(ids))}")
             return prompt
 
         def tokenize_all() -> list[Prompt]:

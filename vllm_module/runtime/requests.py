@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sized
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -141,15 +141,14 @@ class Requests:
                 raise
             return request
 
-    def check_length(self, prompt: Sized) -> None:
-        """Raise ``ValueError`` if the tokens of a prompt leave no room for another one."""
-        if len(prompt) >= self.max_model_len:
-            limited_by_cache = self.max_model_len == self.cache_tokens
-            limit = "the cache has room for" if limited_by_cache else "a sequence has"
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, and with one more {limit} at most "
-                f"{self.max_model_len}"
-            )
+    def too_long(self, tokens: int) -> str:
+        """Return why a prompt of ``max_model_len`` tokens or more is refused."""
+        limited_by_cache = self.max_model_len == self.cache_tokens
+        limit = "the cache has room for" if limited_by_cache else "a sequence has"
+        return (
+            f"the prompt has {tokens} tokens, and with one more {limit} at most "
+            f"{self.max_model_len}"
+        )
 
     def _check(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         if self.refusal is not None:
@@ -159,7 +158,7 @@ class Requests:
         if not prompt:
             raise ValueError("the prompt has no tokens")
         if len(prompt) >= self.max_model_len:
-            self.check_length(prompt)
+            raise ValueError(self.too_long(len(prompt)))
         named = *(params.logit_bias or ()), *(params.allowed_token_ids or ())
         check_tokens([*prompt, *params.stop_token_ids, *named], self.vocab_size)
         if params.n > self.scheduler.max_num_seqs:
