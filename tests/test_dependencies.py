@@ -48,6 +48,8 @@ EXTRAS = {
     ("vllm_module.kernels.rows.compiled_few_rows", "numba"): "cpu",
     ("vllm_module.kernels.rows.compiled_vectors", "llvmlite"): "cpu",
     ("vllm_module.kernels.rows.compiled_vectors", "numba"): "cpu",
+    ("vllm_module.kernels.matmul.kept_loops", "llvmlite"): "cpu",
+    ("vllm_module.kernels.matmul.kept_loops", "numba"): "cpu",
     ("vllm_module.kernels.matmul.torch_threads", "llvmlite"): "cpu",
     ("vllm_module.kernels.matmul.torch_threads", "numba"): "cpu",
     ("vllm_module.runtime.sampling.grammar", "llguidance"): "structured-outputs",

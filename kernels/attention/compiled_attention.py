@@ -14,13 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_module.kernels.matmul.torch_threads import (
-    compiled,
-    numbers,
-    thread,
-    threads,
-)
-from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, rounded, store
+from vllm_module.kernels.matmul.kept_loops import compiled
+from vllm_module.kernels.matmul.torch_threads import numbers, thread, threads
+from vllm_module.kernels.rows.compiled_numbers import USED, load, rounded, store
 
 
 def _score(query: Any, key: Any, scale: Any, cap: Any, at: Any, scores: Any) -> None:
@@ -92,6 +88,7 @@ def _rotate(x: Any, cos: Any, sin: Any, step: Any, apart: Any, out: Any) -> None
         out[other] = b * cos[pair] + a * sin[pair]
 
 
+@compiled
 def compiled_attention(bfloat16: bool) -> Any:
     """Return the attention of one new token of each sequence to its pages.
 
@@ -119,10 +116,8 @@ def compiled_attention(bfloat16: bool) -> Any:
         register_jitable(inline="always")(inlined)
     for function in USED:
         register_jitable(function)
-    written = WRITTEN
 
     def attend(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (27,))
         narrow = at[26]
         bytes_of_one = 2 if narrow else 4
@@ -184,9 +179,10 @@ def compiled_attention(bfloat16: bool) -> Any:
                 place = at[16] + bytes_of_one * (row * heads + head) * columns
                 store(sums[head], place, narrow)
 
-    return compiled(attend)
+    return attend
 
 
+@compiled
 def compiled_rotation() -> Any:
     """Return the norm and rotation of a step's queries and keys, which are stored with values.
 
@@ -207,10 +203,8 @@ def compiled_rotation() -> Any:
 
     for function in (*USED, _norm, _normalize, _rotate):
         register_jitable(function)
-    written = WRITTEN
 
     def rotate(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (36,))
         columns, pairs, step, apart, page_size = at[12], at[17], at[18], at[19], at[28]
         eps = np.float32(np.int64(at[33]).view(np.float64))
@@ -245,4 +239,4 @@ def compiled_rotation() -> Any:
                 place = page * at[25] + inside * at[26] + index * at[27]
                 store(head, at[24] + size * place, narrow)
 
-    return compiled(rotate)
+    return rotate

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
-from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, exp, load, store
+from vllm_module.kernels.matmul.kept_loops import compiled
+from vllm_module.kernels.matmul.torch_threads import numbers, thread, threads
+from vllm_module.kernels.rows.compiled_numbers import USED, exp, load, store
 
 _LEAST = np.int64(-(2**63))  # of what cannot be chosen
 
@@ -37,6 +38,7 @@ def _largest(keys: Any) -> Any:
     return at
 
 
+@compiled
 def compiled_choice() -> Any:
     """Return what chooses experts, as :func:`~vllm_module.kernels.experts.topk_routing` does.
 
@@ -52,10 +54,8 @@ def compiled_choice() -> Any:
 
     for function in (*USED, exp, _key, _largest):
         register_jitable(function)
-    written = WRITTEN
 
     def choose(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (13,))
         tokens, experts, top_k, groups = at[0], at[1], at[2], at[5]
         size = experts // groups
@@ -110,9 +110,10 @@ def compiled_choice() -> Any:
                     weights[token, place] /= total + np.float32(1e-20)
                 weights[token, place] *= factor
 
-    return compiled(choose)
+    return choose
 
 
+@compiled
 def compiled_order() -> Any:
     """Return what sorts rows by expert, as ``sort_by_expert`` does.
 
@@ -123,10 +124,8 @@ def compiled_order() -> Any:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
 
     """
-    written = WRITTEN
 
     def order(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (6,))
         rows, first, count = at[0], at[1], at[2]
         experts = numbers(at[3], np.int32, (rows,))
@@ -145,9 +144,10 @@ def compiled_order() -> Any:
             ordered[ends[own]] = row
             ends[own] += 1
 
-    return compiled(order)
+    return order
 
 
+@compiled
 def compiled_combination() -> Any:
     """Return what sums the rows of each token's experts, as ``combine_experts`` does.
 
@@ -163,10 +163,8 @@ def compiled_combination() -> Any:
 
     for function in USED:
         register_jitable(function)
-    written = WRITTEN
 
     def combine(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (10,))
         tokens, top_k, features, narrow = at[0], at[1], at[2], at[4]
         order = numbers(at[5], np.int32, (tokens * top_k,))
@@ -189,4 +187,4 @@ def compiled_combination() -> Any:
                         total[feature] += weights[row] * row_of_one[feature]
             store(total, at[8] + size * (token * features + begin), narrow)
 
-    return compiled(combine)
+    return combine

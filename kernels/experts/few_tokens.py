@@ -102,10 +102,4 @@ def _order() -> Callable[..., None]:
 
 @functools.cache
 def _combination(threads: int) -> Callable[..., None]:
-    return in_threads(_compiled_combination(), threads)
-
-
-@functools.cache
-def _compiled_combination() -> object:
-    """Return the loop, compiled once for all numbers of threads."""
-    return compiled_combination()
+    return in_threads(compiled_combination(), threads)

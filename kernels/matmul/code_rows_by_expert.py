@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from vllm_module.kernels.matmul.code_rows import CodeRows
@@ -24,19 +23,10 @@ from vllm_module.kernels.matmul.code_rows_matmul import (
     takes_code_rows,
     tell,
 )
-from vllm_module.kernels.matmul.compiled_rows import AT_ONCE
-from vllm_module.kernels.matmul.torch_threads import (
-    call,
-    compiled,
-    in_threads,
-    numbers,
-    thread,
-    threads,
-)
-from vllm_module.kernels.rows.compiled_numbers import WRITTEN
+from vllm_module.kernels.matmul.compiled_by_expert import compiled_experts
+from vllm_module.kernels.matmul.torch_threads import in_threads
 
 _MOST_TOLD = 1 << 10  # layers of which it is kept what the loops are told
-_NUMBERS = 26  # integers that the loops are given for one product; see compiled_rows
 
 
 class _Told(NamedTuple):
@@ -144,45 +134,4 @@ def _product(
 
 @functools.cache
 def _by_expert(count: int) -> Callable[..., None]:
-    return in_threads(_compiled(), count)
-
-
-@functools.cache
-def _compiled() -> Any:
-    """Return what calls the loops of one product for each expert, and writes the other rows."""
-    written, at_once = WRITTEN, AT_ONCE
-
-    def multiply(argument: Any) -> None:
-        assert written
-        at = numbers(argument, np.int64, (14,))
-        loops, experts, x, columns, x_narrow = at[0], at[2], at[4], at[5], at[6]
-        y, rows, padded, y_narrow, outputs = at[7], at[8], at[9], at[10], at[13]
-        told = numbers(at[1], np.int64, (experts, _NUMBERS))
-        offsets = numbers(at[3], np.int32, (experts + 1,))
-        bias = numbers(at[12], np.float32, (experts if at[12] else 0, outputs))
-        own = np.empty(_NUMBERS, np.int64)
-        # In bytes.
-        row_of_x, row_of_y = columns * (2 if x_narrow else 4), padded * (2 if y_narrow else 4)
-        # The loops give a thread these outputs, so no other one writes them.
-        parts = (outputs + at_once - 1) // at_once
-        begin = parts * thread() // threads() * at_once
-        end = min(parts * (thread() + 1) // threads() * at_once, outputs)
-        for expert in range(experts):
-            first, last = np.int64(offsets[expert]), np.int64(offsets[expert + 1])
-            if first < last:
-                for number in range(_NUMBERS):
-                    own[number] = told[expert, number]
-                own[1], own[2], own[3] = x + first * row_of_x, last - first, columns
-                own[20], own[21], own[22] = y + first * row_of_y, last - first, padded
-                own[23], own[24], own[25] = x_narrow, y_narrow, at[11]
-                call(loops, own.ctypes.data)
-            for row in range(first, last if len(bias) else first):
-                wide = numbers(y + row * row_of_y, np.float32, (outputs,))
-                for output in range(begin, end):
-                    wide[output] += bias[expert, output]
-        if not thread():
-            first = np.int64(offsets[experts])
-            rest = numbers(y + first * row_of_y, np.uint8, ((rows - first) * row_of_y,))
-            rest[:] = 0
-
-    return compiled(multiply)
+    return in_threads(compiled_experts(), count)

@@ -20,6 +20,7 @@ from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.matmul.code_rows import CodeRows, eight_bit_rows
 from vllm_module.kernels.matmul.compiled_codes import INT8
 from vllm_module.kernels.matmul.compiled_rows import ARGUMENTS, BYTES, STORED, compiled_multiply
+from vllm_module.kernels.matmul.kept_loops import Loop
 from vllm_module.kernels.matmul.products import least_seconds, products_in_use, seconds_of
 from vllm_module.kernels.matmul.torch_threads import in_threads
 
@@ -286,8 +287,7 @@ def _loops(kind: int, ordered: bool, threads: int) -> Callable[..., None]:
     return in_threads(compiled_loops(kind, ordered), threads)
 
 
-@functools.cache
-def compiled_loops(kind: int, ordered: bool) -> Any:
+def compiled_loops(kind: int, ordered: bool) -> Loop:
     """Return the loops for a kind of weights. Raises ``ImportError`` without numba."""
     try:
         return compiled_multiply(kind, ordered)

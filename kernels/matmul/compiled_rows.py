@@ -11,8 +11,6 @@ not know, because it unrolls those that it knows instead of computing eight numb
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +19,9 @@ import torch
 from vllm_module.kernels.matmul import compiled_blocks, compiled_codes, compiled_floats
 from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, PLANES
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
-from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
-from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, load, store
-from vllm_module.kernels.rows.compiled_vectors import WRITTEN as VECTORS_WRITTEN
+from vllm_module.kernels.matmul.kept_loops import compiled
+from vllm_module.kernels.matmul.torch_threads import numbers, thread, threads
+from vllm_module.kernels.rows.compiled_numbers import USED, load, store
 from vllm_module.kernels.rows.compiled_vectors import (
     added,
     floats,
@@ -158,6 +156,7 @@ STORED = {
 BYTES = torch.uint8, np.uint8
 
 
+@compiled
 def compiled_multiply(kind: int, ordered: bool) -> Any:
     """Return what multiplies ``x [rows, input]`` by a weight and writes ``y [rows, output]``.
 
@@ -190,14 +189,12 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     direct, count = kind == FLOAT32 or pairs, 32 if pairs else 16  # as stored, so many at once
     lines = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}.get(kind, 1)
     many = has_many_registers()
-    written = _written()
     for function in (*USED, *(function for module in _KINDS for function in module.USED)):
         register_jitable(function)
     for inlined in (write, product, sum_up, _by_group, _products):
         register_jitable(inline="always")(inlined)  # a call takes as long as a row
 
     def multiply(argument: Any) -> None:
-        assert written  # numba's cache tells loops apart by this file and such numbers alone
         at = numbers(argument, np.int64, (26,))
         zero, x_narrow, y_narrow, order = np.float32(at[0]), at[23], at[24], at[25]
         inputs = numbers(order, np.int64, (at[3] if order else 0,))
@@ -264,10 +261,4 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
             if begin < end:  # some outputs behind the last one are padding
                 store(products[row, begin:end], at[20] + 2 * (row * at[22] + begin), True)
 
-    return compiled(multiply)
-
-
-def _written() -> int:
-    """Return a number that changes with the text of the modules whose functions are inlined."""
-    text = [Path(str(module.__file__)).read_bytes() for module in _KINDS]
-    return zlib.crc32(b"".join(text), WRITTEN ^ VECTORS_WRITTEN) or 1
+    return multiply

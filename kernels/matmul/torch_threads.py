@@ -21,12 +21,6 @@ from vllm_module.kernels.recording import recording_in_use
 
 # Functions of OpenMP's run-time library.
 _THREAD, _THREADS = "omp_get_thread_num", "omp_get_num_threads"
-# Sums may be taken in any order. Infinities and NaN stay what they are.
-_OPTIONS: dict[str, Any] = {
-    "error_model": "numpy",
-    "boundscheck": False,
-    "fastmath": {"contract", "reassoc", "nsz"},
-}
 
 
 def thread() -> Any:
@@ -61,27 +55,33 @@ def _library() -> ctypes.CDLL:
     raise ImportError("this torch does not use an OpenMP library with GOMP_parallel")
 
 
+def functions_of_threads() -> dict[str, int]:
+    """Return the addresses of :func:`thread` and :func:`threads` in C, by their names in loops.
+
+    The names are our own because numba's threads may use another library's functions.
+
+    Raises:
+        ImportError: torch's threads are not those of OpenMP.
+
+    """
+    addresses = (
+        (name, ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value)
+        for name in (_THREAD, _THREADS)
+    )
+    return {f"vllm_module_{name}": address or 0 for name, address in addresses}
+
+
 @functools.cache
 def tell_numba() -> None:
     """Tell numba what :func:`thread`, :func:`threads`, :func:`numbers` and :func:`call` are.
-
-    They are functions of a module because numba finds what it has kept by the names of such. Other
-    objects that it can call have another name in each process.
 
     Raises:
         ImportError: numba is not installed, or torch's threads are not those of OpenMP.
 
     """
-    import llvmlite.binding
     from llvmlite import ir
     from numba import carray, types  # type: ignore[attr-defined]  # numba lists few names
     from numba.extending import intrinsic, overload
-
-    def external(name: str) -> Any:
-        own = f"vllm_module_{name}"  # numba's own threads may use another library's
-        address = ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value
-        llvmlite.binding.add_symbol(own, address)
-        return types.ExternalFunction(own, types.int32())
 
     @intrinsic
     def cast(typing: Any, address: Any, dtype: Any) -> Any:
@@ -101,7 +101,7 @@ def tell_numba() -> None:
 
     casting: Any = cast
     calling: Any = call_at
-    own, of_all = external(_THREAD), external(_THREADS)
+    own, of_all = (types.ExternalFunction(name, types.int32()) for name in functions_of_threads())
     overload(thread)(lambda: lambda: own())
     overload(threads)(lambda: lambda: of_all())
     overload(numbers)(
@@ -112,31 +112,6 @@ def tell_numba() -> None:
     overload(call)(
         lambda function, argument: lambda function, argument: calling(function, argument)
     )
-
-
-def compiled(function: Any) -> Any:
-    """Return a function of an address, an integer, compiled by numba as one of C.
-
-    The first call on a machine compiles for some seconds; numba keeps the result in its cache, as
-    long as the file of ``function`` does not change.
-
-    Raises:
-        ImportError: numba is not installed or finds no folder for its cache, or torch's threads are
-            not those of OpenMP.
-
-    """
-    from numba import cfunc, types
-
-    tell_numba()
-    try:
-        return cfunc(types.void(types.int64), cache=True, **_OPTIONS)(function)
-    except RuntimeError as error:
-        if "no locator available" not in str(error):
-            raise
-        raise ImportError(  # compiling for seconds at each start would cost more than it gains
-            "numba keeps what it compiles for this CPU, and found no folder that it can write: set "
-            "NUMBA_CACHE_DIR to one"
-        ) from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,8 +127,8 @@ def in_threads(function: Any, threads: int) -> Callable[..., None]:
     nothing keeps, for a recording.
 
     Args:
-        function: what :func:`compiled` returns. It is given the address of the call's integers, of
-            64 bits.
+        function: a :class:`~vllm_module.kernels.matmul.kept_loops.Loop`. It is given the address of
+            the call's integers, of 64 bits.
         threads: largest number of threads.
 
     """
@@ -166,6 +141,6 @@ def in_threads(function: Any, threads: int) -> Callable[..., None]:
         work = partial(parallel, function.address, given.buffer_info()[0], threads, 0)
         work()
         if (recording := recording_in_use.get()) is not None:
-            recording.add(work, given, *held)
+            recording.add(work, given, function, *held)
 
     return call

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
-from vllm_module.kernels.rows.compiled_numbers import USED, WRITTEN, exp, load, silu, store
+from vllm_module.kernels.matmul.kept_loops import compiled
+from vllm_module.kernels.matmul.torch_threads import numbers, thread, threads
+from vllm_module.kernels.rows.compiled_numbers import USED, exp, load, silu, store
 
 
 def _softplus(x: Any) -> Any:
     return x if x > 20 else np.log1p(exp(x))
 
 
+@compiled
 def compiled_scan() -> Any:
     """Return one step of the recurrence of Mamba-2, for some heads of some tokens in each thread.
 
@@ -40,10 +42,8 @@ def compiled_scan() -> Any:
 
     for function in (*USED, exp, _softplus):
         register_jitable(function)
-    written = WRITTEN
 
     def scan(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (28,))
         tokens, heads, features, groups, size = at[0], at[1], at[2], at[3], at[4]
         narrow, narrow_state = at[26], at[27]
@@ -86,9 +86,10 @@ def compiled_scan() -> Any:
                     store(h, at[19] + bytes_of_state * place, narrow_state)
             store(y, at[23] + bytes_of_one * item * features, narrow)
 
-    return compiled(scan)
+    return scan
 
 
+@compiled
 def compiled_delta_rule() -> Any:
     """Return one step of the gated delta rule, for some heads of some tokens in each thread.
 
@@ -109,10 +110,8 @@ def compiled_delta_rule() -> Any:
 
     for function in (*USED, exp):
         register_jitable(function)
-    written = WRITTEN
 
     def replace(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (26,))
         tokens, heads, key_heads, keys, values = at[0], at[1], at[2], at[3], at[4]
         narrow, narrow_state = at[24], at[25]
@@ -171,9 +170,10 @@ def compiled_delta_rule() -> Any:
                 store(state.reshape(keys * values), place, narrow_state)
             store(y, at[21] + bytes_of_one * item * values, narrow)
 
-    return compiled(replace)
+    return replace
 
 
+@compiled
 def compiled_convolution() -> Any:
     """Return the convolution of one token with its sequence's last inputs, and keep those.
 
@@ -190,10 +190,8 @@ def compiled_convolution() -> Any:
 
     for function in (*USED, exp, silu):
         register_jitable(function)
-    written = WRITTEN
 
     def convolve(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (15,))
         tokens, channels, width = at[0], at[1], at[2]
         narrow, narrow_state = at[13], at[14]
@@ -228,4 +226,4 @@ def compiled_convolution() -> Any:
                 store(kept, place, narrow_state)
             store(y, at[11] + bytes_of_one * (token * channels + begin), narrow)
 
-    return compiled(convolve)
+    return convolve

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_module.kernels.matmul.torch_threads import compiled, numbers, thread, threads
+from vllm_module.kernels.matmul.kept_loops import compiled
+from vllm_module.kernels.matmul.torch_threads import numbers, thread, threads
 from vllm_module.kernels.rows.compiled_numbers import (
     USED,
-    WRITTEN,
     exp,
     load,
     rounded,
@@ -32,6 +32,7 @@ def _gelu_tanh(x: Any) -> Any:
     return wide * (1 - 1 / (exp(np.float32(2 * u)) + 1))
 
 
+@compiled
 def compiled_norm() -> Any:
     """Return the root mean square norm of rows, and of their sum with a residual.
 
@@ -47,10 +48,8 @@ def compiled_norm() -> Any:
 
     for function in USED:
         register_jitable(function)
-    written = WRITTEN
 
     def normalize(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (10,))
         rows, columns, narrow = at[0], at[1], at[9]
         eps = np.float32(np.int64(at[7]).view(np.float64))
@@ -80,9 +79,10 @@ def compiled_norm() -> Any:
                     x[column] = x[column] * factor * (weight[column] + offset)
             store(x, at[5] + place, narrow)
 
-    return compiled(normalize)
+    return normalize
 
 
+@compiled
 def compiled_activation(tanh: bool) -> Any:
     """Return an activation of the first half of each row, times the second half.
 
@@ -100,10 +100,8 @@ def compiled_activation(tanh: bool) -> Any:
     for function in (*USED, exp):
         register_jitable(function)
     activate = register_jitable(_gelu_tanh if tanh else silu)
-    written = WRITTEN
 
     def gate(argument: Any) -> None:
-        assert written
         at = numbers(argument, np.int64, (5,))
         rows, columns, narrow = at[0], at[1], at[4]
         size = 2 if narrow else 4
@@ -119,4 +117,4 @@ def compiled_activation(tanh: bool) -> Any:
                 first[column] = (rounded(gated) if narrow else gated) * second[column]
             store(first, at[3] + size * (row * columns + begin), narrow)
 
-    return compiled(gate)
+    return gate

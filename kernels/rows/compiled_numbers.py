@@ -1,23 +1,15 @@
 """Numbers in memory, float32 or bfloat16, in loops that numba compiles for this CPU.
 
-A loop computes in float32, and rounds to bfloat16 where torch's operations round. It has
-``WRITTEN`` as a closure, because numba's cache does not see that functions of other files change.
-So a loop calls functions of its own file, of this one and of ``torch_threads`` alone.
+A loop computes in float32, and rounds to bfloat16 where torch's operations round.
 """
 
 from __future__ import annotations
 
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_module.kernels.matmul import torch_threads
 from vllm_module.kernels.matmul.torch_threads import numbers
-
-_TEXTS = [Path(str(file)).read_bytes() for file in (__file__, torch_threads.__file__)]
-WRITTEN = zlib.crc32(b"".join(_TEXTS)) or 1
 
 
 def rounded(value: Any) -> Any:

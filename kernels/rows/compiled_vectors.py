@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import functools
 import operator
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-WRITTEN = zlib.crc32(Path(__file__).read_bytes()) or 1
+from vllm_module.kernels.matmul.kept_loops import processor
+
 _COUNT = 16
 # A float32 of 2^23 has ones in its last place, and one of 2^19 has sixteenths.
 AS_ONES, AS_SIXTEENTHS = 2.0**23, 2.0**19
@@ -95,21 +93,12 @@ def has_bfloat16() -> bool:
     """
     from llvmlite import binding
 
-    return binding.llvm_version_info >= (17,) and "+avx512bf16" in _features()
+    return binding.llvm_version_info >= (17,) and "+avx512bf16" in processor()[1].split(",")
 
 
 def has_many_registers() -> bool:
     """Return whether numba compiles for a processor with registers for 32 vectors of sixteen."""
-    return "+avx512f" in _features()
-
-
-@functools.cache
-def _features() -> Sequence[str]:
-    """Return the features of this processor, or what NUMBA_CPU_FEATURES says."""
-    from numba.core.registry import cpu_target
-
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return str(features).split(",")
+    return "+avx512f" in processor()[1].split(",")
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -78,18 +77,12 @@ def _threads(x: torch.Tensor) -> int:
 
 @functools.cache
 def _norm(threads: int) -> Callable[..., None]:
-    return in_threads(_compiled(compiled_norm), threads)
+    return in_threads(compiled_norm(), threads)
 
 
 @functools.cache
 def _activation(tanh: bool, threads: int) -> Callable[..., None]:
-    return in_threads(_compiled(compiled_activation, tanh), threads)
-
-
-@functools.cache
-def _compiled(loop: Callable[..., Any], *arguments: bool) -> Any:
-    """Return a loop, compiled once for all numbers of threads."""
-    return loop(*arguments)
+    return in_threads(compiled_activation(tanh), threads)
 
 
 def compile_few_rows() -> None:

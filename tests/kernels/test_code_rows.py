@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -16,7 +13,7 @@ import torch
 
 from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4
 from vllm_module.kernels.matmul import code_rows_matmul as home
-from vllm_module.kernels.matmul import compiled_codes, compiled_rows
+from vllm_module.kernels.matmul import compiled_rows
 from vllm_module.kernels.matmul.code_rows import eight_bit_rows
 from vllm_module.kernels.matmul.code_rows_matmul import fastest_code_rows
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
@@ -322,34 +319,6 @@ def test_the_default_dtype_is_not_that_of_numbers(calls: list[int]) -> None:
     assert len(calls) == seen + 1
 
 
-KEY = """
-from types import SimpleNamespace
-
-from vllm_module.kernels.matmul import compiled_codes, compiled_rows
-
-loops = compiled_rows.compiled_multiply(compiled_codes.INT8, False)
-print(loops._cache._index_key((), SimpleNamespace(magic_tuple=tuple))[2])
-"""
-
-
-def test_kept_loops_are_those_of_the_files(monkeypatch: Any, tmp_path: Path) -> None:
-    """What numba finds its compiled loops by changes with the file of the functions in them."""
-    codegen = SimpleNamespace(magic_tuple=tuple)
-
-    def key() -> Any:
-        loops: Any = compiled_rows.compiled_multiply(compiled_codes.INT8, False)
-        return loops._cache._index_key((), codegen)[2]
-
-    before = key()
-    elsewhere = [sys.executable, "-c", KEY]
-    assert subprocess.check_output(elsewhere, text=True, timeout=120).strip() == str(before)
-    changed = tmp_path / "codes.py"
-    changed.write_text(Path(str(compiled_codes.__file__)).read_text().replace("(0x80)", "(0x40)"))
-    # An edited file.
-    monkeypatch.setattr(compiled_codes, "__file__", str(changed))
-    assert key() != before
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_scales_of_another_dtype_are_the_same_numbers(dtype: torch.dtype) -> None:
     """The loops see addresses, so what they are given has to be in the dtypes that they read."""
@@ -392,7 +361,7 @@ def test_without_numba_nothing_is_chosen(
     # An environment without the extra.
     monkeypatch.setitem(sys.modules, "numba", None)
     home._loops.cache_clear()
-    home.compiled_loops.cache_clear()
+    compiled_rows.compiled_multiply.cache_clear()
     assert fastest_code_rows(1, lambda _: pytest.fail("it was measured")) == 0
     assert "vllm-module[cpu]" in caplog.text
     codes = eight_bit_rows(torch.ones(1, 8, dtype=torch.int8), torch.ones(1, 1), (1, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.matmul import code_rows_matmul as home
+from vllm_module.kernels.matmul import compiled_rows
 from vllm_module.kernels.matmul import linear as linears
 from vllm_module.kernels.matmul.code_rows import float_rows
 from vllm_module.kernels.matmul.code_rows_matmul import code_rows_matmul
@@ -174,10 +176,10 @@ def test_the_loops_are_chosen_for_the_rows_in_which_they_are_faster(
 @pytest.fixture
 def _no_loops_are_compiled() -> Iterator[None]:
     home._loops.cache_clear()
-    home.compiled_loops.cache_clear()
+    compiled_rows.compiled_multiply.cache_clear()
     yield
     home._loops.cache_clear()
-    home.compiled_loops.cache_clear()
+    compiled_rows.compiled_multiply.cache_clear()
 
 
 @pytest.mark.usefixtures("_no_loops_are_compiled")
@@ -190,11 +192,8 @@ def test_without_numba_or_its_cache_nothing_is_chosen(
         # An environment without the extra.
         monkeypatch.setitem(sys.modules, "numba", None)
     else:
-        from numba.core import config
-
         # A machine where no folder can be written.
-        monkeypatch.setattr(config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
-        monkeypatch.setattr(config, "CACHE_DIR", "")
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(Path(__file__) / "folder"))
     for dtype in DTYPES:
         assert not fastest_float_rows(dtype, Products(), lambda _: pytest.fail("it was measured"))
     described = float_rows(torch.ones(1, 8))

@@ -1,10 +1,11 @@
-"""numba's cache drops a loop when a file changes from which a function is compiled into it."""
+"""A kept loop is compiled again when a file changes from which a function or a number is in it."""
 
 from __future__ import annotations
 
+import ast
 import inspect
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -13,32 +14,29 @@ import pytest
 
 from vllm_module.kernels.attention import compiled_attention
 from vllm_module.kernels.experts import compiled_routing
-from vllm_module.kernels.matmul import code_rows_by_expert, compiled_rows, torch_threads
+from vllm_module.kernels.matmul import compiled_by_expert, compiled_rows, torch_threads
 from vllm_module.kernels.matmul.compiled_codes import CODES
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16
+from vllm_module.kernels.matmul.kept_loops import TEXTS
 from vllm_module.kernels.recurrent import compiled_states
-from vllm_module.kernels.rows import compiled_few_rows, compiled_numbers, compiled_vectors
+from vllm_module.kernels.rows import compiled_few_rows
 
 pytest.importorskip("numba")
-# The file of each loop, and what makes the loop.
-LOOPS: dict[str, tuple[Any, Callable[[], Any]]] = {
-    "choice": (compiled_routing, compiled_routing.compiled_choice),
-    "order": (compiled_routing, compiled_routing.compiled_order),
-    "combination": (compiled_routing, compiled_routing.compiled_combination),
-    "scan": (compiled_states, compiled_states.compiled_scan),
-    "delta rule": (compiled_states, compiled_states.compiled_delta_rule),
-    "convolution": (compiled_states, compiled_states.compiled_convolution),
-    "attention": (compiled_attention, lambda: compiled_attention.compiled_attention(True)),
-    "rotation": (compiled_attention, compiled_attention.compiled_rotation),
-    "norm": (compiled_few_rows, compiled_few_rows.compiled_norm),
-    "GELU": (compiled_few_rows, lambda: compiled_few_rows.compiled_activation(True)),
-    "SiLU": (compiled_few_rows, lambda: compiled_few_rows.compiled_activation(False)),
-    "codes": (compiled_rows, lambda: compiled_rows.compiled_multiply(CODES[4], False)),
-    "floats": (compiled_rows, lambda: compiled_rows.compiled_multiply(BFLOAT16, False)),
-    "experts": (code_rows_by_expert, code_rows_by_expert._compiled.__wrapped__),
+# The module of each loop, and the arguments of each function there that returns one.
+LOOPS: dict[Any, dict[str, list[tuple[Any, ...]]]] = {
+    compiled_routing: {"choice": [()], "order": [()], "combination": [()]},
+    compiled_states: {"scan": [()], "delta_rule": [()], "convolution": [()]},
+    compiled_attention: {"attention": [(True,), (False,)], "rotation": [()]},
+    compiled_few_rows: {"norm": [()], "activation": [(True,), (False,)]},
+    compiled_rows: {"multiply": [(CODES[4], False), (CODES[4], True), (BFLOAT16, False)]},
+    compiled_by_expert: {"experts": [()]},
 }
-NUMBERS = {compiled_numbers, torch_threads}
-KINDS = {*compiled_rows._KINDS, compiled_vectors}
+CASES = [
+    pytest.param(getattr(module, f"compiled_{name}"), arguments, id=f"{name}-{arguments}")
+    for module, loops in LOOPS.items()
+    for name, cases in loops.items()
+    for arguments in cases
+]
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -60,25 +58,38 @@ def reached(function: FunctionType, found: set[FunctionType]) -> set[FunctionTyp
     return found
 
 
-def text_of(*modules: Any) -> bytes:
-    return b"".join(Path(inspect.getfile(each)).read_bytes() for each in modules)
+def imported(function: FunctionType) -> Iterator[str]:
+    """Yield the files of ours from which a function's module imports what the function names."""
+    tree = ast.parse(Path(inspect.getfile(function)).read_text())
+    used = {*names_in(function.__code__)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm_module"):
+            for each in node.names:
+                if (each.asname or each.name) in used:
+                    yield inspect.getfile(import_module(str(node.module)))
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_knows_the_texts_of_all_files_it_is_made_of(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """numba looks at the loop's own file, and at numbers that the loop has as closures."""
-    own, make = LOOPS[name]
-    monkeypatch.setattr(own, "compiled", lambda function: function)  # its Python code is looked at
-    loop = make()
-    files = {inspect.getfile(each) for each in reached(loop, set())}
-    assert inspect.getfile(torch_threads) in files
-    known = NUMBERS | (KINDS if own is compiled_rows else set())
-    assert files <= {inspect.getfile(each) for each in known | {own}}
-    numbers = {each.cell_contents for each in loop.__closure__ if type(each.cell_contents) is int}
-    written = zlib.crc32(text_of(compiled_numbers, torch_threads))
-    if own is compiled_rows:
-        written ^= zlib.crc32(text_of(compiled_vectors))
-        written = zlib.crc32(text_of(*compiled_rows._KINDS), written)
-    assert written in numbers
+@pytest.mark.parametrize(("loop", "arguments"), CASES)
+def test_a_loop_is_made_of_the_texts_alone(loop: Any, arguments: tuple[Any, ...]) -> None:
+    made: FunctionType = loop.__wrapped__(*arguments)
+    functions = reached(made, {made})
+    files = {Path(inspect.getfile(each)).resolve() for each in functions}
+    assert Path(inspect.getfile(torch_threads)).resolve() in files
+    files |= {Path(file).resolve() for each in functions for file in imported(each)}
+    assert files <= {text.resolve() for text in TEXTS}
+
+
+def test_all_loops_are_tried() -> None:
+    makers = set[tuple[str, str]]()
+    for text in TEXTS:
+        for node in ast.parse(text.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(each, ast.Name) and each.id == "compiled" for each in node.decorator_list
+            ):
+                makers.add((text.stem, node.name))
+    tried = {
+        (module.__name__.rpartition(".")[2], f"compiled_{name}")
+        for module, loops in LOOPS.items()
+        for name in loops
+    }
+    assert tried == makers

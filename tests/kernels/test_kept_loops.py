@@ -1,0 +1,228 @@
+"""Loops that are kept on disk: what is loaded, and when they are compiled again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_module.kernels.matmul import kept_loops
+from vllm_module.kernels.matmul.kept_loops import Loop, compiled
+from vllm_module.kernels.matmul.torch_threads import in_threads, numbers
+
+pytest.importorskip("numba")
+
+
+def doubling(times: int) -> Any:
+    """Return a loop that multiplies a number by a power of two."""
+
+    def double(argument: Any) -> None:
+        at = numbers(argument, np.int64, (2,))
+        value = numbers(at[0], np.int64, (1,))
+        for _ in range(times):
+            value[0] = value[0] * 2
+
+    return double
+
+
+def applied(loop: Loop, value: int) -> int:
+    """Return what a loop of :func:`doubling` makes of a number."""
+    held = np.array([value], np.int64)
+    in_threads(loop, 1)((held.ctypes.data, 0))
+    return int(held[0])
+
+
+@pytest.fixture
+def times_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Keep loops in an empty folder; return a list that grows with each one that is compiled."""
+    # Loops that other tests compile are somewhere else.
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    seen: list[Any] = []
+    original = kept_loops._compile
+
+    def compile_it(function: Any) -> Any:
+        seen.append(function)
+        return original(function)
+
+    # Nothing else says whether a loop was loaded.
+    monkeypatch.setattr(kept_loops, "_compile", compile_it)
+    return seen
+
+
+def loop(times: int = 3) -> Loop:
+    """Return a loop as a new process has it."""
+    return compiled(doubling)(times)
+
+
+def kept(folder: Path) -> Path:
+    (path,) = (folder / "kept").iterdir()
+    return path
+
+
+def test_a_loop_is_compiled_once_for_each_argument(
+    times_compiled: list[Any], tmp_path: Path
+) -> None:
+    for _ in range(3):
+        assert applied(loop(3), 5) == 40
+    assert len(times_compiled) == 1
+    assert applied(loop(4), 5) == 80
+    assert len(times_compiled) == len([*(tmp_path / "kept").iterdir()]) == 2
+
+
+def test_threads_compile_a_loop_once(times_compiled: list[Any]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(loop, [3] * 8):
+            assert applied(found, 1) == 8
+    assert len(times_compiled) == 1
+
+
+def test_damaged_loops_are_compiled_again(times_compiled: list[Any], tmp_path: Path) -> None:
+    """A bit anywhere, each length, and another loop's file: LLVM would run what is in it."""
+    loop()
+    whole, mode = kept(tmp_path).read_bytes(), kept(tmp_path).stat().st_mode
+    cut = [0, 1, 31, 32, 33, len(whole) // 2, len(whole) - 1]
+    damaged = [whole[:length] for length in cut]
+    for place in (0, 31, 32, 33, whole.index(b"\n"), len(whole) // 2, len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        damaged.append(bytes(flipped))
+    damaged.append(whole + b"\0")
+    for data in damaged:
+        assert kept_loops._read(kept(tmp_path), b"another") is None
+        kept(tmp_path).write_bytes(data)
+        before = len(times_compiled)
+        assert applied(loop(), 5) == 40
+        assert len(times_compiled) == before + 1
+        assert kept(tmp_path).stat().st_mode == mode
+    assert mode & 0o777 == 0o600
+
+
+def test_a_changed_text_is_compiled_again_and_the_old_loop_is_gone(
+    times_compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = tmp_path / "compiled_text.py"
+    text.write_text("a")
+    # One of the files is edited.
+    monkeypatch.setattr(kept_loops, "TEXTS", (*kept_loops.TEXTS, text))
+    loop()
+    name = kept(tmp_path).name
+    text.write_text("b")
+    assert applied(loop(), 5) == 40
+    assert len(times_compiled) == 2
+    assert kept(tmp_path).name == name
+    loop()
+    assert len(times_compiled) == 2
+
+
+def test_each_processor_has_its_own_loops(
+    times_compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two hosts may share a folder."""
+    first = kept_loops.processor()
+    for given in (first, (first[0], ""), ("generic", ""), first):
+        # A host with another processor.
+        monkeypatch.setattr(kept_loops, "processor", lambda given=given: given)
+        assert applied(loop(), 5) == 40
+    assert len(times_compiled) == len([*(tmp_path / "kept").iterdir()]) == 3
+
+
+def test_what_others_may_write_is_not_run(times_compiled: list[Any], tmp_path: Path) -> None:
+    loop()
+    for mode in (0o620, 0o602, 0o666):
+        before = len(times_compiled)
+        kept(tmp_path).chmod(mode)
+        loop()
+        assert len(times_compiled) == before + 1
+        assert kept(tmp_path).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_not_run(times_compiled: list[Any], tmp_path: Path) -> None:
+    loop()
+    os.chown(kept(tmp_path), 12345, -1)
+    loop()
+    assert len(times_compiled) == 2
+
+
+def test_a_folder_that_can_only_be_read_is_used(
+    times_compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in an image that was built with its loops; what is not there needs another folder."""
+    loop()
+    (tmp_path / "file").touch()
+    nowhere = tmp_path / "file" / "folder"
+    # A machine where no other folder can be written.
+    monkeypatch.setattr(kept_loops, "_folders", lambda: [nowhere, tmp_path / "kept"])
+    assert applied(loop(), 5) == 40
+    assert len(times_compiled) == 1
+    # Not even the one with the loop.
+    monkeypatch.setattr(kept_loops, "_can_be_written", lambda folder: False)
+    assert applied(loop(), 5) == 40
+    with pytest.raises(ImportError, match=f"{nowhere}, .*NUMBA_CACHE_DIR"):
+        loop(5)
+    assert len(times_compiled) == 1
+
+
+def test_a_folder_at_home_is_the_last_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the package was installed by someone else."""
+    # Variables of a user.
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    package, home = kept_loops._folders()
+    assert package == Path(kept_loops.__file__).parent / "__pycache__"
+    assert home == tmp_path / "vllm_module" / "loops"
+    assert kept_loops._can_be_written(home)
+    assert home.stat().st_mode & 0o777 == 0o700
+    # A home that the system says.
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert kept_loops._folders()[1] == tmp_path / "home" / ".cache" / "vllm_module" / "loops"
+
+
+PROCESS = """
+import sys
+import torch
+from vllm_module.kernels.matmul import kept_loops
+from vllm_module.kernels.matmul.linear import linear
+from vllm_module.kernels.matmul.products import Products, products
+
+kept_loops._LIBRARIES = LIBRARIES or kept_loops._LIBRARIES
+x, weight = torch.randn(3, 1000), torch.randn(200, 1000)
+
+def check():
+    with torch.inference_mode(), products(Products(floats=range(1, 64))):
+        y = linear(x, weight)
+    torch.testing.assert_close(y, x @ weight.T, rtol=1e-4, atol=1e-4)
+
+check()
+print("numba" in sys.modules)
+import numba, numpy
+@numba.njit("float64[:](int64)")
+def made(size):
+    return numpy.full(size, 2.0)
+made(100)
+check()
+assert made(100).sum() == 200
+"""
+
+
+@pytest.mark.parametrize(
+    ("libraries", "imports"), [("{}", "False"), ("{'numba.gone': ''}", "True")]
+)
+def test_a_new_process_loads_loops_without_numba(libraries: str, imports: str) -> None:
+    """Unless a version of numba has its libraries elsewhere. It works beside them when imported."""
+    from vllm_module.kernels.matmul.code_rows_matmul import compiled_loops
+    from vllm_module.kernels.matmul.compiled_floats import FLOAT32
+
+    compiled_loops(FLOAT32, False)  # on disk from now on
+    program = PROCESS.replace("LIBRARIES or", f"{libraries} or")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == (imports, 0), done.stderr
