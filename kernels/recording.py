@@ -155,7 +155,19 @@ class Recording:
             self._calls.append(into or _Again(call, result))
 
 
-class Effects(TorchDispatchMode):
+class _DispatchMode(TorchDispatchMode):
+    """A mode of torch's dispatcher that does not import torch's compiler.
+
+    Torch would do so to keep it from compiling :meth:`__torch_dispatch__`, in 0.7 s, and call the
+    method through it.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Effects(_DispatchMode):
     """Finds what a computation on a CPU does besides its results: done again, it would differ.
 
     Args:
@@ -222,7 +234,7 @@ def _with_out(operation: Any) -> Any:
     return None
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(_DispatchMode):
     """Tells of each operation that torch's dispatcher sees."""
 
     def __init__(self, tell: Callable[..., None]) -> None:

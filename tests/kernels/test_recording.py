@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +224,24 @@ def test_calls_that_torch_does_not_see_are_added() -> None:
     assert recording_in_use.get() is None
     recording.again()
     assert given.tolist() == [1, 1, 1]
+
+
+PROCESS = """
+import sys
+import torch
+from vllm_module.kernels.recording import Effects, Recording
+
+x = torch.ones(2, 3)
+recording = Recording([x])
+with torch.inference_mode(), Effects([]), recording.running():
+    y = x.exp() + int(torch.zeros(()))  # an operation, and a number that Python code reads
+print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
+"""
+
+
+def test_torchs_compiler_is_not_imported() -> None:
+    """Its import takes longer than all else that an engine does before its first step."""
+    own = PROCESS.replace(" + int(torch.zeros(()))", "")
+    for program in (PROCESS.replace(", recording.running()", ""), own):
+        command = [sys.executable, "-c", program]
+        assert subprocess.check_output(command, text=True, timeout=300).split() == ["False"] * 2
