@@ -8,11 +8,20 @@ wants out of the buffers.
 ``wants.py`` has what a plan will read, and what ranks tell each other of it,
 ``batches.py`` the layout, ``reader.py`` the reader, ``reading.py`` how ranks open it together, and
 ``choice.py`` whether it is worth it. ``moving.py`` sends weights from ranks to ranks by a
-plan, and ``rank_transfer.py`` has the messages of one of them.
+plan, ``rank_transfer.py`` has the messages of one of them. With ``sent_boxes.py`` the ranks of an
+engine take part.
 """
 
 from vllm_module.cooperative.choice import chosen
 from vllm_module.cooperative.moving import exchange_boxes, receive_boxes, send_boxes
 from vllm_module.cooperative.reading import Cooperation
+from vllm_module.cooperative.sent_boxes import SentBoxes
 
-__all__ = ["Cooperation", "chosen", "exchange_boxes", "receive_boxes", "send_boxes"]
+__all__ = [
+    "Cooperation",
+    "SentBoxes",
+    "chosen",
+    "exchange_boxes",
+    "receive_boxes",
+    "send_boxes",
+]

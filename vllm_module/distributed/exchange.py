@@ -80,7 +80,7 @@ def together(
             lost = isinstance(error, RankError) and not error.recoverable
             return _Refusal(f"failed: {describe_error(error)}", lost)
 
-    depth = _depth.get()
+    depth = _depth_of(group)
     with _alone(group, depth):
         exchange = _Exchange(group, rank, size, depth)
         try:
@@ -109,6 +109,15 @@ def failure_of_others() -> Callable[..., str]:
     """
     exchange = _current.get()
     return exchange.failure if exchange is not None else lambda hanging=(), how="": how
+
+
+def _depth_of(group: dist.ProcessGroup | None) -> int:
+    """Return in how many calls of :func:`together` with ``group`` this thread is."""
+    exchange, depth = _current.get(), 0
+    while exchange is not None:
+        depth += exchange.is_of(group)
+        exchange = exchange.outer
+    return depth
 
 
 def call_with(group: dist.ProcessGroup | None) -> _Exchange | None:
@@ -148,7 +157,7 @@ def _alone(group: dist.ProcessGroup | None, depth: int) -> Iterator[None]:
 
 
 def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> list[T]:
-    token, of_work = _depth.set(_depth.get() + 1), _current.set(exchange)
+    of_work = _current.set(exchange)
     try:
         result = work()
         pickled = _pickled(result)
@@ -164,7 +173,6 @@ def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> li
         raise
     finally:
         _current.reset(of_work)
-        _depth.reset(token)
     if isinstance(result, _Refusal) and result.lost:
         timeout = min(timeout, _PATIENCE)
     results = exchange.settle(timeout, pickled) | {exchange.rank: result}
@@ -178,10 +186,10 @@ _active_lock = threading.Lock()
 
 _ADVICE = "it hangs, or needs a longer LoadConfig(timeout=...), or --timeout"
 
-# Work may itself call together, so the messages of each level have their own tags.
-_depth: ContextVar[int] = ContextVar("together_depth", default=0)
 _current: ContextVar[_Exchange | None] = ContextVar("together_exchange", default=None)
 
+# Work may itself call together, so the messages of each level have their own tags. Calls with other
+# groups do not count: some of the ranks may be in one, and others not.
 _TAG = 1 << 20  # first tag of the first level; each level has eight
 _EVIDENCE = 1.0  # seconds to wait for evidence that a collective failed because a peer left
 _ANSWERS = 5.0  # seconds before the limit when ranks are asked who has finished

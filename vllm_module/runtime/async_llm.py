@@ -22,6 +22,7 @@ from typing import Any, TypeVar, get_args
 import torch
 
 from vllm_module.base.messages import describe_error, shorten
+from vllm_module.cooperative import SentBoxes
 from vllm_module.errors import EngineBusyError
 from vllm_module.runtime.engine_thread import EngineThread, Inbox, PauseMode
 from vllm_module.runtime.llm import LLM
@@ -260,7 +261,7 @@ class AsyncLLM:
 
     async def update_weights(
         self,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
         *,
         digests: Mapping[str, str] | None = None,
         weight_version: str | None = None,

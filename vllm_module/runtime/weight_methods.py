@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
+from vllm_module.cooperative import SentBoxes
 from vllm_module.core.digests import ModelDigest, digest_of, source_digests
 from vllm_module.core.report import fold
 from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
@@ -60,7 +61,7 @@ class WeightMethods:
 
     def update_weights(
         self,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
         *,
         digests: Mapping[str, str] | None = None,
         weight_version: str | None = None,
@@ -84,6 +85,9 @@ class WeightMethods:
         comes after ``"0"``, and ``"a+1"`` after ``"a"``. Samples list the versions of their tokens.
         One that ``open_update`` has opened brings its own name and digests.
 
+        In place of weights, ``vllm_module.cooperative.SentBoxes`` says where each rank of the
+        engine meets those of a trainer, which send it what it keeps.
+
         Raises:
             WeightLoadError: the model refuses the weights.
             WeightReadError: a tensor has another digest afterwards, an iterator lost touch with the
@@ -104,7 +108,7 @@ class WeightMethods:
     def _update_named(
         self,
         what: str,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
         digests: Mapping[str, str] | None = None,
         version: str | None = None,
     ) -> None:
@@ -113,7 +117,7 @@ class WeightMethods:
 
     def _update(
         self,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
         digests: Mapping[str, str] | None,
     ) -> None:
         if digests is None:

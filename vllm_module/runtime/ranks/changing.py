@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_module.adapters import AdapterConfig
+from vllm_module.cooperative import SentBoxes
 from vllm_module.core.fill import refuse_nan_sent
 from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.runtime.devices import as_called, own_device
@@ -59,7 +60,9 @@ class WeightChanges:
         """True if this process started the other ranks, on this host."""
         return isinstance(self._ranks.processes, Processes)
 
-    def update_weights(self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]]) -> None:
+    def update_weights(
+        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes
+    ) -> None:
         """Update the weights of every rank's model, in place.
 
         Raises the errors of this rank's model, ``RankError`` if another rank's model refuses them,
@@ -70,7 +73,9 @@ class WeightChanges:
         whole = self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
             weights = as_called(weights, own_device(torch.device("cuda")))
-        if not isinstance(weights, Collection):
+        if isinstance(weights, SentBoxes):
+            self._check_ranks(weights)
+        elif not isinstance(weights, Collection):
             weights = _given(weights)
         with self._or_refuse():
             # Other ranks get the weights one by one, and write each before the next one arrives.
@@ -79,12 +84,23 @@ class WeightChanges:
             elif self.size > 1 and isinstance(weights, Collection):
                 self.check()
                 self._each("check_update", weights, whole)
-            self._give("update_weights", weights, whole)
+            if isinstance(weights, SentBoxes):
+                self._everywhere("update_from_boxes", weights, whole)
+            else:
+                self._give("update_weights", weights, whole)
             self._updated = True
             if "weights" in self.sleeping:
                 caches = [] if self._awaits_weights else ["kv_cache"]
                 self._everywhere("wake_up", caches)
                 self._wake(["weights", *caches])
+
+    def _check_ranks(self, boxes: SentBoxes) -> None:
+        """Raise ``ValueError`` if the plan of boxes is to another number of ranks."""
+        if boxes.plan.target_ranks != self.size:
+            raise ValueError(
+                f"the plan of the boxes is to {boxes.plan.target_ranks} ranks, and the engine has "
+                f"{self.size}: make it to llm.layout()"
+            )
 
     def _check_stages(
         self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool

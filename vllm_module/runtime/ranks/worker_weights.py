@@ -29,6 +29,7 @@ from vllm_module.base.messages import printable
 from vllm_module.build.held import held_tensors, load_from, load_held
 from vllm_module.build.model_source import ModelSource
 from vllm_module.config import EngineConfig
+from vllm_module.cooperative import SentBoxes
 from vllm_module.core.fill import Fill, refuse_nan
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.state import refuse_to_run
@@ -86,6 +87,7 @@ class WorkerWeights:
     start: Callable[[int, int, int], None]
     close: Callable[[], None]
     own_tokens: OwnTokens | None
+    rank: int
     _all_ranks: int
     _shape: tuple[int, int, int] | None
     _adapter_rows: AdapterRows
@@ -116,6 +118,10 @@ class WorkerWeights:
         else:
             self.model.update_weights(weights)
         self._took_update = True
+
+    def update_from_boxes(self, boxes: SentBoxes, whole: bool) -> None:
+        """Update weights in place by boxes that the ranks of a trainer send to this one."""
+        boxes.update(self.rank, lambda weights: self.update_weights(weights, whole))
 
     def check_update(
         self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool

@@ -1,0 +1,191 @@
+"""Boxes of a trainer's ranks come to each rank of an engine that started them itself."""
+
+from __future__ import annotations
+
+import pickle
+import runpy
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_module import LLM, SamplingParams
+from vllm_module.cooperative import SentBoxes, send_boxes
+from vllm_module.distributed import together
+from vllm_module.errors import WeightLoadError, WeightReadError
+from vllm_module.layout import Layout, TransferPlan, layout_of_shards, layout_of_state_dict, rows
+from vllm_module.weights import init_weight_transfer
+
+SUPPORT = runpy.run_path(str(Path(__file__).parent.parent / "support.py"))
+TRAINERS = 2
+PROMPT = [1, 2, 3, 4, 5]
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 1 << 20, "max_model_len": 32,
+    "distributed_executor_backend": "mp",
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one rank": ("llama", {"distributed_executor_backend": "uni"}),
+    "two ranks": ("llama", {"tensor_parallel_size": 2}),
+    "two stages": ("llama", {"pipeline_parallel_size": 2}),
+    "experts": ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "FP8": ("llama", {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}),
+}
+
+
+def model_of(kind: str, seed: int) -> Any:
+    """Return a model of transformers whose logits differ clearly."""
+    torch.manual_seed(seed)
+    more = {"num_local_experts": 4} if kind == "mixtral" else {}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.3)
+    return model.eval()
+
+
+def tokens(llm: LLM) -> list[int]:
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, greedy, use_tqdm=False)
+    assert output.error is None, output.error
+    return list(output.outputs[0].token_ids)
+
+
+def expected_tokens(model: Any) -> list[int]:
+    prompt = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        out = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    return [int(each) for each in out[0, len(PROMPT) :]]
+
+
+class Trainer:
+    """Ranks of a trainer, each a thread, with a checkpoint's tensors whole on each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pool = ThreadPoolExecutor(TRAINERS)
+        self.layout: Layout | None = None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "model.safetensors")
+
+    def plan(self, llm: LLM) -> TransferPlan:
+        port, weights = SUPPORT["free_port"](), self.weights()
+
+        def described(rank: int) -> Layout:
+            group = init_weight_transfer("127.0.0.1", port, rank, TRAINERS, timeout=60)
+            return layout_of_state_dict(weights, group)
+
+        self.layout, _ = self.pool.map(described, range(TRAINERS))
+        target = pickle.loads(pickle.dumps(llm.layout()))  # as it comes to the trainer
+        return TransferPlan(self.layout, target)
+
+    def send(
+        self, plan: TransferPlan, port: int, change: Callable[[int], Mapping[str, Any]], **how: Any
+    ) -> list[Future[None]]:
+        """Begin to send what ``change`` returns for each rank."""
+        layout, weights = self.layout, self.weights()
+        assert layout is not None
+
+        def send(rank: int) -> None:
+            size = plan.source_ranks + plan.target_ranks
+            group = init_weight_transfer("127.0.0.1", port, rank, size, timeout=60)
+
+            def work() -> None:
+                send_boxes(plan, layout, {**weights, **change(rank)}, group=group, **how)
+
+            together(work, timeout=60, group=group)
+
+        return [self.pool.submit(send, rank) for rank in range(TRAINERS)]
+
+
+@contextmanager
+def both(tmp_path: Path, case: str) -> Iterator[tuple[LLM, Trainer]]:
+    """Yield an engine with weights of seed 0, and a trainer with those of seed 1."""
+    kind, more = CASES[case]
+    model_of(kind, 0).save_pretrained(tmp_path / "first")
+    model_of(kind, 1).save_pretrained(tmp_path / "next")
+    trainer = Trainer(tmp_path / "next")
+    with LLM(str(tmp_path / "first"), **SETTINGS | more) as llm, trainer.pool:
+        yield llm, trainer
+
+
+def unchanged(rank: int) -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_rank_gets_its_boxes(tmp_path: Path, case: str) -> None:
+    """Tokens are transformers', and of a quantized engine those of one that loads the weights."""
+    kind, more = CASES[case]
+    with both(tmp_path, case) as (llm, trainer):
+        plan, port = trainer.plan(llm), SUPPORT["free_port"]()
+        before = tokens(llm)
+        sending = trainer.send(plan, port, unchanged, weight_version="next")
+        llm.update_weights(
+            SentBoxes(plan, "127.0.0.1", port, timeout=60, weight_version="next"),
+            weight_version="next",
+        )
+        for each in sending:
+            each.result()
+        after, version, digest = tokens(llm), llm.weight_version, llm.digest()
+    assert version == "next"
+    if "quantization" in more:
+        with LLM(str(trainer.folder), **SETTINGS | more) as fresh:
+            assert (tokens(fresh), fresh.digest()) == (after, digest)
+    else:
+        assert before == expected_tokens(model_of(kind, 0))
+        assert after == expected_tokens(model_of(kind, 1))
+
+
+def is_nan(rank: int) -> dict[str, Any]:
+    return {"model.norm.weight": torch.full((32,), torch.nan)}
+
+
+def fails_in_second(rank: int) -> dict[str, Any]:
+    if rank:
+        raise ValueError("of the trainer")
+    return {}
+
+
+def test_what_fails_is_named_and_the_next_round_works(tmp_path: Path) -> None:
+    """Before anything is written the engine goes on; after it, it refuses until all comes again."""
+    with both(tmp_path, "two ranks") as (llm, trainer):
+        plan, before = trainer.plan(llm), tokens(llm)
+
+        def update(change: Callable[[int], Mapping[str, Any]], **how: Any) -> None:
+            port = SUPPORT["free_port"]()
+            sending = trainer.send(plan, port, change, **how)
+            try:
+                llm.update_weights(SentBoxes(plan, "127.0.0.1", port, timeout=60))
+            finally:
+                for each in sending:
+                    each.exception()
+
+        assert trainer.layout is not None
+        one = layout_of_shards(trainer.layout.tensors, 1, lambda *of: rows(*of[1:], ranks=1))
+        other = TransferPlan(trainer.layout, one)
+        with pytest.raises(ValueError, match=r"is to 1 ranks, and the engine has 2: .*llm\.layout"):
+            llm.update_weights(SentBoxes(other, "127.0.0.1", 1))
+        with pytest.raises(WeightReadError, match="did not all come to rank 0 of the engine"):
+            llm.update_weights(SentBoxes(plan, "127.0.0.1", SUPPORT["free_port"](), timeout=0.5))
+        assert tokens(llm) == before
+        with pytest.raises(WeightReadError, match="another version"):
+            update(unchanged, weight_version="older")
+        assert tokens(llm) == before
+        with pytest.raises(WeightLoadError, match=r"of the trainer|ended|left"):
+            update(fails_in_second)
+        with pytest.raises(WeightLoadError, match=r"model\.norm\.weight has a NaN"):
+            update(is_nan)
+        update(unchanged)
+        assert tokens(llm) == expected_tokens(model_of("llama", 1))
