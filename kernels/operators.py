@@ -15,15 +15,7 @@ if TYPE_CHECKING:
     import triton
     import triton.language as tl
 else:
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:  # Triton exists only for Linux; elsewhere there is no CUDA device either
-
-        class triton:  # noqa: D101 - stands for the module
-            jit = staticmethod(lambda function=None, **_: function or (lambda inner: inner))
-
-        tl = None
+    from vllm_module.kernels.lazy_triton import tl, triton
 
 __all__ = [
     "as_rows",
