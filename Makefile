@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install -c const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test laws lint docs wheel bench gpu gpu-wheels sweep fuzz clean
+.PHONY: help demo test laws lint docs wheel bench gpu gpu-wheels sweep fuzz survivors clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s%s\n", $$1, $$2}' Makefile
@@ -72,6 +72,9 @@ fuzz: .venv/fuzz.stamp  ## fuzz the reading of checkpoints and requests, for SEC
 		$(BIN)/python tests/fuzz/fuzz.py $$kind $$(($(SECONDS) / 11)) build/fuzz || exit 1; \
 	done
 
+survivors: .venv/survivors.stamp  ## plant COUNT=40 small faults, drawn by SEED=0, and say which the tests miss; ARGS="--rooms core"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/survivors/search.py --count $(or $(COUNT),40) --seed $(or $(SEED),0) $(ARGS)
+
 clean:  ## remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find kernels models tests vllm_module -name __pycache__ -prune -exec rm -rf {} +
@@ -102,4 +105,9 @@ clean:  ## remove builds and caches; .venv stays
 .venv/fuzz.stamp: .venv/dev.stamp
 	@echo "installing what fuzzing needs"
 	@$(INSTALL) -e '.[fuzz]'
+	@touch $@
+
+.venv/survivors.stamp: .venv/dev.stamp
+	@echo "installing what the search for survivors needs"
+	@$(INSTALL) -e '.[survivors]'
 	@touch $@
