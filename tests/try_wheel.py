@@ -91,6 +91,7 @@ EXTRAS = {
     "serve": ("import vllm_module.server.app", "vllm-module[serve]"),
     "stores": ("import obstore", "No module named"),
     "structured-outputs": ("import llguidance", "No module named"),
+    "survivors": ("import pytest_cov", "No module named"),
     "test": ("import build, hypothesis, pytest, transformers, xdist", "No module named"),
     "testing": (LAW, "vllm-module[testing]"),
     "transformers": (WRAPPED, "vllm-module[transformers]"),
