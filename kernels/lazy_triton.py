@@ -89,9 +89,11 @@ def _reached(names: dict[str, Any], found: dict[int, dict[str, Any]]) -> dict[in
 
 
 def _of_triton(value: Any) -> Any:
+    return value.jitted() if isinstance(value, _Kernel) else real(value)
+
+
+def real(value: Any) -> Any:
     """Return what a value stands for, or the value."""
-    if isinstance(value, _Kernel):
-        return value.jitted()
     return value.real() if isinstance(value, _StandIn) else value
 
 

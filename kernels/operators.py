@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch._subclasses import FakeTensor
 
+from vllm_module.kernels.lazy_triton import real
 from vllm_module.kernels.recording import recording_in_use
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def launched_early(kernel: object, wanted: bool) -> dict[str, bool]:
 
     Triton's interpreter runs one program after the other, and does not know the instructions.
     """
-    if wanted and isinstance(kernel, triton.JITFunction):
+    if wanted and isinstance(real(kernel), triton.JITFunction):
         return {"EARLY": True, "launch_pdl": True}  # an option that other GPUs do not know
     return {"EARLY": False}
 

@@ -17,6 +17,10 @@ import vllm_module.cli.app, vllm_module.runtime.llm, vllm_module.models.deepseek
 import vllm_module.models.mamba2, vllm_module.models.qwen3_next
 print("triton" in sys.modules)
 """
+EARLY = """
+from vllm_module.kernels.operators import begin_early, launched_early
+print(launched_early(begin_early, False), launched_early(begin_early, True))
+"""
 LEAF = """
 from vllm_module.kernels.operators import tl, triton
 
@@ -79,6 +83,16 @@ print("launched")
 def test_no_module_imports_triton_at_a_start() -> None:
     command = [sys.executable, "-c", START]
     assert subprocess.check_output(command, text=True, timeout=300) == "False\n"
+
+
+def test_a_kernel_is_launched_early_from_the_first_time_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether Triton has seen it or not: a graph that is captured later has the same kernel."""
+    # Triton's interpreter never launches early.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    said = subprocess.check_output([sys.executable, "-c", EARLY], text=True, timeout=300)
+    assert said == "{'EARLY': False} {'EARLY': True, 'launch_pdl': True}\n"
 
 
 def test_kernels_of_other_modules_are_called(
