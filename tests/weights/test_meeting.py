@@ -86,6 +86,17 @@ def test_those_who_do_not_come_are_named() -> None:
         init_weight_transfer("127.0.0.1", free_port(), 1, 2, timeout=0.5)
 
 
+def test_rank_0_that_hangs_once_all_have_come_is_named() -> None:
+    port = free_port()
+    store: Any = dist
+    hangs = store.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    hangs.set("size", "2")
+    hangs.set("place/0", "came")
+    with pytest.raises(RankError, match=r"all 2 ranks came to .*, and rank 0 had not let") as late:
+        init_weight_transfer("127.0.0.1", port, 1, 2, timeout=0.3)
+    assert late.value.ranks == (0,)
+
+
 def test_who_is_one_too_many_is_refused() -> None:
     """Another number of processes, two of one rank, and a second trainer; the group is made."""
     port = free_port()

@@ -159,6 +159,12 @@ def _check_in(
                 {0, *absent},
             ) from None
         time.sleep(_POLL)
+    if not absent:
+        raise RankError(
+            f"all {size} ranks came to {where}, and rank 0 had not let them in after "
+            f"{timeout.total_seconds():g} s: give a longer timeout, and start all again",
+            [0],
+        )
     names = ", ".join(map(str, absent))
     raise RankError(
         f"rank{'s' * (len(absent) > 1)} {names} of {size} did not come to {where} within "
