@@ -204,7 +204,7 @@ def test_a_trainer_that_fails_once_all_was_sent(tmp_path: Path, case: str) -> No
     with both(tmp_path, case) as (llm, trainer):
         plan, port = trainer.plan(llm), SUPPORT["free_port"]()
         sending = trainer.send(plan, port, unchanged, fails_in_second)
-        with pytest.raises(WeightReadError, match="rank 1 of . failed: ValueError: of the trainer"):
+        with pytest.raises(WeightReadError, match=r"rank 1 of . failed: .*of the trainer"):
             llm.update_weights(SentBoxes(plan, "127.0.0.1", port, timeout=60))
         for each in sending:
             each.exception()
