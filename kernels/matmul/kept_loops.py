@@ -40,6 +40,15 @@ _DIGEST = 32  # bytes
 _one_at_a_time = threading.Lock()
 
 
+def _written() -> bytes:
+    """Return a digest of the texts that loops are made of."""
+    return hashlib.sha256(b"".join(text.read_bytes() for text in TEXTS)).digest()
+
+
+# As they are when they are imported: a file may be edited before a loop of it is compiled.
+_WRITTEN = _written()
+
+
 class Loop(NamedTuple):
     """A loop: the address of a function of C, which is given an address, and LLVM's engine.
 
@@ -74,6 +83,8 @@ def compiled(make: Callable[P, Any]) -> Callable[P, Loop]:
 def _loop(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Loop:
     if find_spec("numba") is None:
         raise ModuleNotFoundError("No module named 'numba'", name="numba")
+    if os.environ.get("NUMBA_DISABLE_JIT", "0").strip() not in ("", "0"):
+        raise ImportError("numba compiles nothing: NUMBA_DISABLE_JIT is set")
     from llvmlite import binding
 
     for name, address in functions_of_threads().items():
@@ -81,8 +92,7 @@ def _loop(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Loop:
     about = [make.__module__, make.__qualname__, repr(arguments), *_compiler()]
     own = hashlib.sha256(repr(about).encode())
     name = f"{make.__name__}-{own.hexdigest()[:16]}.loop"
-    for text in TEXTS:  # not in the name: what was compiled of older ones is written over
-        own.update(text.read_bytes())
+    own.update(_WRITTEN)  # not in the name: what was compiled of older texts is written over
     for folder in _folders():
         if kept := _read(folder / name, own.digest()):
             with suppress(LookupError):  # of another numba
@@ -115,7 +125,7 @@ def processor() -> tuple[str, str]:
     from llvmlite import binding
 
     name = os.environ.get("NUMBA_CPU_NAME") or binding.get_host_cpu_name()
-    features = os.environ.get("NUMBA_CPU_FEATURES")
+    features = os.environ.get("NUMBA_CPU_FEATURES", "" if name.lower() == "generic" else None)
     return name, binding.get_host_cpu_features().flatten() if features is None else features
 
 
@@ -195,7 +205,7 @@ def _load(needed: Iterable[str], code: bytes) -> Loop:
     if missing():  # numba has them elsewhere
         from numba.core.registry import cpu_target
 
-        assert cpu_target.target_context  # which tells LLVM of them
+        _ = cpu_target.target_context  # which tells LLVM of them, with python -O, too
     if names := missing():
         raise LookupError(f"{names}: not there")
     engine.add_object_file(binding.ObjectFileRef.from_data(code))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import runpy
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_module import LLM, SamplingParams
 from vllm_module.cooperative import SentBoxes, send_boxes
 from vllm_module.distributed import together
-from vllm_module.errors import WeightLoadError, WeightReadError
+from vllm_module.errors import ModelNotReadyError, WeightLoadError, WeightReadError
 from vllm_module.layout import Layout, TransferPlan, layout_of_shards, layout_of_state_dict, rows
 from vllm_module.weights import init_weight_transfer
 
@@ -91,9 +92,14 @@ class Trainer:
         return TransferPlan(self.layout, target)
 
     def send(
-        self, plan: TransferPlan, port: int, change: Callable[[int], Mapping[str, Any]], **how: Any
+        self,
+        plan: TransferPlan,
+        port: int,
+        change: Callable[[int], Mapping[str, Any]],
+        then: Callable[[int], object] = bool,
+        **how: Any,
     ) -> list[Future[None]]:
-        """Begin to send what ``change`` returns for each rank."""
+        """Begin to send what ``change`` returns for each rank, which calls ``then`` at the end."""
         layout, weights = self.layout, self.weights()
         assert layout is not None
 
@@ -103,6 +109,7 @@ class Trainer:
 
             def work() -> None:
                 send_boxes(plan, layout, {**weights, **change(rank)}, group=group, **how)
+                then(rank)
 
             together(work, timeout=60, group=group)
 
@@ -188,4 +195,53 @@ def test_what_fails_is_named_and_the_next_round_works(tmp_path: Path) -> None:
         with pytest.raises(WeightLoadError, match=r"model\.norm\.weight has a NaN"):
             update(is_nan)
         update(unchanged)
+        assert tokens(llm) == expected_tokens(model_of("llama", 1))
+
+
+@pytest.mark.parametrize("case", ["one rank", "two ranks"])
+def test_a_trainer_that_fails_once_all_was_sent(tmp_path: Path, case: str) -> None:
+    """What was written is not served under the name of the old weights, nor with their keys."""
+    with both(tmp_path, case) as (llm, trainer):
+        plan, port = trainer.plan(llm), SUPPORT["free_port"]()
+        sending = trainer.send(plan, port, unchanged, fails_in_second)
+        with pytest.raises(WeightReadError, match=r"rank 1 of . failed: .*of the trainer"):
+            llm.update_weights(SentBoxes(plan, "127.0.0.1", port, timeout=60))
+        for each in sending:
+            each.exception()
+        assert llm.weight_version == "0"
+        with pytest.raises(ModelNotReadyError, match="of the trainer"):
+            tokens(llm)
+        port = SUPPORT["free_port"]()
+        trainer.send(plan, port, unchanged)
+        llm.update_weights(SentBoxes(plan, "127.0.0.1", port, timeout=60))
+        assert tokens(llm) == expected_tokens(model_of("llama", 1))
+
+
+def test_a_sleeping_engine_wakes_up_with_its_own_weights_after_it(tmp_path: Path) -> None:
+    with both(tmp_path, "one rank") as (llm, trainer):
+        plan, port, before = trainer.plan(llm), SUPPORT["free_port"](), tokens(llm)
+        llm.sleep(level=2)
+        sending = trainer.send(plan, port, unchanged, fails_in_second)
+        with pytest.raises(WeightReadError, match="of the trainer"):
+            llm.update_weights(SentBoxes(plan, "127.0.0.1", port, timeout=60))
+        for each in sending:
+            each.exception()
+        llm.wake_up()
+        assert tokens(llm) == before
+
+
+def test_the_next_round_may_meet_at_the_same_port(tmp_path: Path) -> None:
+    """Nothing listens there after a round, though a trainer collects no garbage meanwhile."""
+    with both(tmp_path, "one rank") as (llm, trainer):
+        plan, port = trainer.plan(llm), SUPPORT["free_port"]()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                sending = trainer.send(plan, port, unchanged)
+                llm.update_weights(SentBoxes(plan, "127.0.0.1", port, timeout=60))
+                for each in sending:
+                    each.result()
+        finally:
+            gc.enable()
         assert tokens(llm) == expected_tokens(model_of("llama", 1))

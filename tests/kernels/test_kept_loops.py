@@ -110,9 +110,14 @@ def test_a_changed_text_is_compiled_again_and_the_old_loop_is_gone(
     text.write_text("a")
     # One of the files is edited.
     monkeypatch.setattr(kept_loops, "TEXTS", (*kept_loops.TEXTS, text))
+    monkeypatch.setattr(kept_loops, "_WRITTEN", kept_loops._written())
     loop()
     name = kept(tmp_path).name
     text.write_text("b")
+    loop()  # of what this process has imported
+    assert len(times_compiled) == 1
+    # A new process.
+    monkeypatch.setattr(kept_loops, "_WRITTEN", kept_loops._written())
     assert applied(loop(), 5) == 40
     assert len(times_compiled) == 2
     assert kept(tmp_path).name == name
@@ -130,6 +135,31 @@ def test_each_processor_has_its_own_loops(
         monkeypatch.setattr(kept_loops, "processor", lambda given=given: given)
         assert applied(loop(), 5) == 40
     assert len(times_compiled) == len([*(tmp_path / "kept").iterdir()]) == 3
+
+
+AS_NUMBA = """
+from numba.core.registry import cpu_target
+from vllm_module.kernels.matmul.kept_loops import processor
+_, *expected = cpu_target.target_context.codegen().magic_tuple()
+assert [*processor()] == expected, processor()
+"""
+
+
+@pytest.mark.parametrize("name", ["haswell", "Generic"])
+def test_the_processor_is_as_numba_takes_it(name: str) -> None:
+    """A generic one has no features: what is compiled for it runs on any host."""
+    set_by_user = {**os.environ, "NUMBA_CPU_NAME": name}
+    subprocess.run([sys.executable, "-c", AS_NUMBA], env=set_by_user, timeout=300, check=True)
+
+
+def test_without_compiling_there_are_no_loops(
+    times_compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations of torch take their place, as where numba is not installed."""
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # as a user sets it
+    with pytest.raises(ImportError, match="NUMBA_DISABLE_JIT is set"):
+        loop()
+    assert not times_compiled
 
 
 def test_what_others_may_write_is_not_run(times_compiled: list[Any], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -84,6 +85,25 @@ def test_those_who_do_not_come_are_named() -> None:
     assert late.value.ranks == (1, 2)
     with pytest.raises(RankError, match=r"rank 0 does not listen at 127.0.0.1:\d+ within 0.5 s"):
         init_weight_transfer("127.0.0.1", free_port(), 1, 2, timeout=0.5)
+
+
+def test_rank_0_that_hangs_once_all_have_come_is_named() -> None:
+    port = free_port()
+    store: Any = dist
+    hangs = store.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    hangs.set("size", "2")
+    hangs.set("place/0", "came")
+    with pytest.raises(RankError, match=r"all 2 ranks came to .*, and rank 0 had not let") as late:
+        init_weight_transfer("127.0.0.1", port, 1, 2, timeout=0.3)
+    assert late.value.ranks == (0,)
+
+
+def test_what_listens_and_does_not_answer_is_told_from_rank_0() -> None:
+    """As rank 0 does if it is stopped: the system takes connections for it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(RankError, match=rf"rank 0 at .*:{port} does not answer within 0\.3 s"):
+            init_weight_transfer("127.0.0.1", port, 1, 2, timeout=0.3)
 
 
 def test_who_is_one_too_many_is_refused() -> None:

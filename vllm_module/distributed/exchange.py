@@ -89,6 +89,8 @@ def together(
             if refusal is None:
                 raise
             raise error from refusal
+        finally:
+            exchange.forget_peers()
     if refusal is not None:
         raise refusal
     failures = {
@@ -224,7 +226,7 @@ class _Exchange:
         self._tag = _TAG + 8 * depth
         self._changed = threading.Condition()
         self.outer = _current.get()
-        self._inside = self.outer is not None and self.outer._group is group
+        self._inside = depth > 0
         self._results: dict[int, bytes] = {}
         self._news = News(rank, size)
         self._failures = self._news.failures
@@ -267,6 +269,14 @@ class _Exchange:
             self._changed.notify_all()
         end_threads([*self._peers.values()], self._changed, _FAREWELL)
         return results
+
+    def forget_peers(self) -> None:
+        """Forget peers, which know this call: else a group is there until garbage is collected.
+
+        Its rank 0 would go on listening at its address.
+        """
+        with self._changed:
+            self._peers.clear()
 
     def error(self, failures: Mapping[int, str], *, recoverable: bool = False) -> RankError:
         lines = (f"{self._name(rank)} {how}" for rank, how in sorted(failures.items()))

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.base.process_groups import private_group
-from vllm_module.base.waiting import interruptibly
+from vllm_module.base.waiting import SLICE, WaitLimitError, interruptibly
 from vllm_module.errors import RankError
 
 _stores: Any = dist  # torch.distributed has the stores; its type hints lack them
 _POLL = 0.01  # seconds between two looks whether all have met
 _LOOK = 1.0  # seconds between two looks of others than rank 0 at who has come
 _MARK = "+"
+_ANSWER = 2.0  # seconds after the time is over, in which this process says itself who did not come
 
 
 def init_weight_transfer(
@@ -64,10 +65,28 @@ def init_weight_transfer(
     if not 0 < timeout < 1e8:
         raise ValueError(f"timeout should be a number of seconds above 0, got {timeout!r}")
     device = torch.device(device)
-    left = Event()
-    meet = partial(_meet, host, port, rank, world_size, device, timedelta(seconds=timeout), left)
+    left, met = Event(), Event()
+    waited, late = 0.0, ""
+
+    def lost() -> str:
+        """Tell whether the store, whose waits have no limit while it is silent, takes too long."""
+        nonlocal waited, late
+        waited += SLICE
+        if waited > timeout * (1 + met.is_set()) + _ANSWER:
+            late = f"rank 0 at {printable(host)}:{port} does not answer within {timeout:g} s"
+        return late
+
+    meet = partial(
+        _meet, host, port, rank, world_size, device, timedelta(seconds=timeout), left, met
+    )
     try:
-        return interruptibly(meet)
+        return interruptibly(meet, lost=lost)
+    except WaitLimitError:
+        if not late:  # it is the limit of whoever called this
+            raise
+        raise RankError(
+            f"{late}: it is stopped, or something else listens there. Start all again", [0]
+        ) from None
     finally:
         left.set()  # after an interrupt, the call goes on in its thread
 
@@ -80,6 +99,7 @@ def _meet(
     device: torch.device,
     timeout: timedelta,
     left: Event,
+    met: Event,
 ) -> dist.ProcessGroup:
     end = time.monotonic() + timeout.total_seconds()
     where = f"{printable(host)}:{port}"
@@ -98,6 +118,7 @@ def _meet(
         ) from None
     try:
         _check_in(store, where, rank, size, timeout, end, left)
+        met.set()
         group = private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)
         if not left.is_set():
             return group
@@ -159,6 +180,12 @@ def _check_in(
                 {0, *absent},
             ) from None
         time.sleep(_POLL)
+    if not absent:
+        raise RankError(
+            f"all {size} ranks came to {where}, and rank 0 had not let them in after "
+            f"{timeout.total_seconds():g} s: give a longer timeout, and start all again",
+            [0],
+        )
     names = ", ".join(map(str, absent))
     raise RankError(
         f"rank{'s' * (len(absent) > 1)} {names} of {size} did not come to {where} within "

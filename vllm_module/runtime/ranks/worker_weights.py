@@ -120,8 +120,25 @@ class WorkerWeights:
         self._took_update = True
 
     def update_from_boxes(self, boxes: SentBoxes, whole: bool) -> None:
-        """Update weights in place by boxes that the ranks of a trainer send to this one."""
-        boxes.update(self.rank, lambda weights: self.update_weights(weights, whole))
+        """Update weights in place by boxes that the ranks of a trainer send to this one.
+
+        If another rank fails once all was written here, the model refuses to run: its weights are
+        neither the old ones nor those of an update that has succeeded.
+        """
+        dropped, written = self._dropped, False
+
+        def update(weights: Iterable[tuple[str, Weight]]) -> None:
+            nonlocal written
+            self.update_weights(weights, whole)
+            written = True
+
+        try:
+            boxes.update(self.rank, update)
+        except BaseException as error:
+            if written:
+                self._dropped, self._took_update = dropped, False
+                refuse_to_run(self.model, error)
+            raise
 
     def check_update(
         self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool
