@@ -327,3 +327,24 @@ def test_a_fused_layer_of_ones_own_that_lacks_something_says_what(layer: Any, me
 
     with pytest.raises(WeightLoadError, match=message):
         Parent().load_weights({f"{name}.weight": torch.zeros(2, 4) for name in layer.shard_names})
+
+
+class Buffers(vLLMModule):
+    """A buffer that PyTorch's state dict has, and one that it leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("stored", torch.zeros(3))
+        self.register_buffer("computed", torch.ones(3), persistent=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_buffer_that_is_not_stored_is_not_loaded(form: str) -> None:
+    """A checkpoint holds what ``state_dict`` does."""
+    weights = {"stored": torch.full((3,), 5.0), "computed": torch.full((3,), 6.0)}
+    module = Buffers()
+    module.load_weights({name: weights[name] for name in module.state_dict()})
+    with pytest.raises(UnexpectedWeightError, match="computed"):
+        module.load_weights(FORMS[form](weights))
+    assert module.computed.tolist() == [1, 1, 1]
+    assert module.stored.tolist() == [5, 5, 5]
