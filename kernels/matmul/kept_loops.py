@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -149,9 +150,11 @@ def _read(path: Path, own: bytes) -> tuple[list[str], bytes] | None:
     It is run, so a file of another user, or one that others may write, is not read.
     """
     try:
-        with path.open("rb") as file:
+        # To open a pipe would wait for whoever writes into it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
-            if about.st_uid not in (0, os.geteuid()) or about.st_mode & 0o022:
+            is_own = about.st_uid in (0, os.geteuid()) and not about.st_mode & 0o022
+            if not is_own or not stat.S_ISREG(about.st_mode):
                 return None
             kept = file.read()
     except OSError:

@@ -245,3 +245,21 @@ def test_the_next_round_may_meet_at_the_same_port(tmp_path: Path) -> None:
         finally:
             gc.enable()
         assert tokens(llm) == expected_tokens(model_of("llama", 1))
+
+
+def test_a_plan_to_other_parts_than_the_ranks_keep_is_refused(tmp_path: Path) -> None:
+    """Its ranks are as many: those of two stages, and experts as they were before they moved."""
+    with both(tmp_path / "stages", "two stages") as (staged, of_stages):
+        stages = of_stages.plan(staged)
+    with both(tmp_path / "ranks", "two ranks") as (llm, _):
+        before = tokens(llm)
+        with pytest.raises(ValueError, match=r"other parts of model\.\S+ to the ranks than they"):
+            llm.update_weights(SentBoxes(stages, "127.0.0.1", 1))
+        assert tokens(llm) == before
+    with both(tmp_path / "experts", "experts") as (llm, trainer):
+        plan, before = trainer.plan(llm), tokens(llm)
+        old = llm.expert_placements()
+        llm.rearrange_experts(placements={path: [*each][::-1] for path, each in old.items()})
+        assert tokens(llm) == before
+        with pytest.raises(ValueError, match=r"other parts of .*experts.0.*, and again once exper"):
+            llm.update_weights(SentBoxes(plan, "127.0.0.1", 1))

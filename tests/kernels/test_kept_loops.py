@@ -172,6 +172,18 @@ def test_what_others_may_write_is_not_run(times_compiled: list[Any], tmp_path: P
         assert kept(tmp_path).stat().st_mode & 0o777 == 0o600
 
 
+def test_a_pipe_in_place_of_a_loop_is_not_waited_for(
+    times_compiled: list[Any], tmp_path: Path
+) -> None:
+    loop()
+    path = kept(tmp_path)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert applied(loop(), 5) == 40
+    assert len(times_compiled) == 2
+    assert path.is_file()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_not_run(times_compiled: list[Any], tmp_path: Path) -> None:
     loop()

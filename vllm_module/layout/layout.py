@@ -246,6 +246,13 @@ class Layout:
             for box in held.boxes:
                 yield held.ranks, _moved(box, number)
 
+    def boxes_by_rank(
+        self, entry: StoredTensorLayout, expert: int | None = None
+    ) -> set[tuple[int, Counts, Counts]]:
+        """Return the parts of a tensor that ranks hold: the rank, where it starts, its size."""
+        held = self.held_by(entry, expert)
+        return {(rank, box.start, box.size) for ranks, box in held for rank in ranks}
+
     def held_on(self, rank: int) -> Iterator[tuple[str, StoredTensorLayout, list[HeldBox]]]:
         """Yield each tensor that a rank holds a part of, by name, and its boxes there.
 

@@ -51,6 +51,7 @@ class TransferPlan:
     Attributes:
         routes: the :class:`Route` of each kind of tensors.
         source_ranks, target_ranks: numbers of ranks.
+        target: as above; who receives compares it with what it has.
 
     Raises ``ValueError`` that names a tensor which the source lacks, has in another shape, or has
     only in part.
@@ -67,7 +68,7 @@ class TransferPlan:
         most: int = _MOST,
         in_place: bool = False,
     ) -> None:
-        self.source_ranks, self.target_ranks = source.ranks, target.ranks
+        self.source_ranks, self.target_ranks, self.target = source.ranks, target.ranks, target
         if in_place and (source.ranks != target.ranks or source_node > 1 or target_node > 1):
             raise ValueError("moves in place are from each rank to each, and no host gathers them")
         routing = _Routing(source, target, (source_node, target_node), most, in_place)

@@ -52,6 +52,24 @@ def _layout_of(model: Any, *, ranks: int) -> Layout:
     return found
 
 
+def _check_target(planned: Layout, own: Layout) -> None:
+    """Raise ``ValueError`` if ranks keep other boxes than those that a plan sends to them.
+
+    What does not come to a rank of a tensor that it is sent would be zeros there.
+    """
+    same = (planned.tensors, planned.partitions) == (own.tensors, own.partitions)
+    if same or planned.ranks != own.ranks:  # ranks are counted later
+        return
+    for name, entry, expert in planned.names():
+        with suppress(KeyError):  # the model refuses its name
+            if planned.boxes_by_rank(entry, expert) != own.boxes_by_rank(*own.find(name)):
+                raise ValueError(
+                    f"the plan of the boxes sends other parts of {printable_name(name)} to the "
+                    "ranks than they keep: make it to llm.layout(), and again once experts or "
+                    "ranks have moved"
+                )
+
+
 class WeightMethods:
     """The methods of :class:`~vllm_module.LLM` that change weights between two steps."""
 
@@ -89,6 +107,7 @@ class WeightMethods:
         engine meets those of a trainer, which send it what it keeps.
 
         Raises:
+            ValueError: a plan of boxes is to another layout than the engine's.
             WeightLoadError: the model refuses the weights.
             WeightReadError: a tensor has another digest afterwards, an iterator lost touch with the
                 trainer that it receives from, or an update is for weights of another version.
@@ -98,6 +117,8 @@ class WeightMethods:
         check_type("weight_version", weight_version, "text or None", str, type(None))
         with self._changing():
             self.executor.check()
+            if isinstance(weights, SentBoxes):
+                _check_target(weights.plan.target, self._layout())
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
             if isinstance(weights, WeightUpdate):
@@ -328,12 +349,15 @@ class WeightMethods:
 
     def layout(self) -> Layout:
         """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan."""
-        self.executor.alone("layout")
         with self.engine.alone():
-            stages, size = self.executor.stages, self.executor.size // self.executor.stages
-            if stages == 1:
-                return _layout_of(self.executor.worker.model, ranks=size)
-            found = self.executor.apply_model(partial(_layout_of, ranks=size))
+            return self._layout()
+
+    def _layout(self) -> Layout:
+        self.executor.alone("layout")
+        stages, size = self.executor.stages, self.executor.size // self.executor.stages
+        if stages == 1:
+            return _layout_of(self.executor.worker.model, ranks=size)
+        found = self.executor.apply_model(partial(_layout_of, ranks=size))
         return layout_of_stages(found[::size])  # in the order of ranks, the last stage first
 
     def _check_whole(self) -> None:
