@@ -134,8 +134,9 @@ def _folders() -> list[Path]:
     """Return where loops are kept, as numba chooses: where its variable says, here, or at home."""
     if own := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(own)]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path(__file__).parent / "__pycache__", Path(home) / "vllm_module" / "loops"]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    at_home = [home / "vllm_module" / "loops"] if home.is_absolute() else []  # there may be none
+    return [Path(__file__).parent / "__pycache__", *at_home]
 
 
 def _can_be_written(folder: Path) -> bool:

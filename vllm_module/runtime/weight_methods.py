@@ -19,10 +19,10 @@ from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
+from vllm_module.runtime.held_file import planned_layout
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.weights import Weight
-from vllm_module.weights.region import Region
 from vllm_module.weights.update_file import WeightUpdate
 
 if TYPE_CHECKING:
@@ -45,20 +45,17 @@ def _held_and_sent(model: nn.Module, *, names: frozenset[str]) -> tuple[ModelDig
     return digest_of(model, names=names), ModelDigest(boxes, sent.ranks)
 
 
-def _layout_of(model: Any, *, ranks: int) -> Layout:
-    """Return where the ranks of a stage keep its tensors."""
-    regions = {name: Region.of(name, each) for name, each in model.expected_weights().items()}
-    found: Layout = model.plan_weights(regions).layout(ranks)
-    return found
-
-
 def _check_target(planned: Layout, own: Layout) -> None:
     """Raise ``ValueError`` if ranks keep other boxes than those that a plan sends to them.
 
     What does not come to a rank of a tensor that it is sent would be zeros there.
     """
-    same = (planned.tensors, planned.partitions) == (own.tensors, own.partitions)
-    if same or planned.ranks != own.ranks:  # ranks are counted later
+    if planned.ranks != own.ranks:
+        raise ValueError(
+            f"the plan of the boxes is to {planned.ranks} ranks, and the engine has {own.ranks}: "
+            "make it to llm.layout()"
+        )
+    if (planned.tensors, planned.partitions) == (own.tensors, own.partitions):
         return
     for name, entry, expert in planned.names():
         with suppress(KeyError):  # the model refuses its name
@@ -356,8 +353,8 @@ class WeightMethods:
         self.executor.alone("layout")
         stages, size = self.executor.stages, self.executor.size // self.executor.stages
         if stages == 1:
-            return _layout_of(self.executor.worker.model, ranks=size)
-        found = self.executor.apply_model(partial(_layout_of, ranks=size))
+            return planned_layout(self.executor.worker.model, ranks=size)
+        found = self.executor.apply_model(partial(planned_layout, ranks=size))
         return layout_of_stages(found[::size])  # in the order of ranks, the last stage first
 
     def _check_whole(self) -> None:

@@ -73,9 +73,7 @@ class WeightChanges:
         whole = self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
             weights = as_called(weights, own_device(torch.device("cuda")))
-        if isinstance(weights, SentBoxes):
-            self._check_ranks(weights)
-        elif not isinstance(weights, Collection):
+        if not isinstance(weights, Collection | SentBoxes):
             weights = _given(weights)
         with self._or_refuse():
             # Other ranks get the weights one by one, and write each before the next one arrives.
@@ -85,7 +83,8 @@ class WeightChanges:
                 self.check()
                 self._each("check_update", weights, whole)
             if isinstance(weights, SentBoxes):
-                self._everywhere("update_from_boxes", weights, whole)
+                limit = self._timeout + weights.timeout  # ranks wait for each other in the meeting
+                self._everywhere("update_from_boxes", weights, whole, timeout=limit)
             else:
                 self._give("update_weights", weights, whole)
             self._updated = True
@@ -93,14 +92,6 @@ class WeightChanges:
                 caches = [] if self._awaits_weights else ["kv_cache"]
                 self._everywhere("wake_up", caches)
                 self._wake(["weights", *caches])
-
-    def _check_ranks(self, boxes: SentBoxes) -> None:
-        """Raise ``ValueError`` if the plan of boxes is to another number of ranks."""
-        if boxes.plan.target_ranks != self.size:
-            raise ValueError(
-                f"the plan of the boxes is to {boxes.plan.target_ranks} ranks, and the engine has "
-                f"{self.size}: make it to llm.layout()"
-            )
 
     def _check_stages(
         self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool
