@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import runpy
 import shlex
@@ -108,8 +109,8 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
         process.communicate()
 
 
-def test_stop_seconds_end_a_stream_that_goes_on(folder: Path, tmp_path: Path) -> None:
-    """After SIGTERM it has this second, and is cut off then; that is no failure of the command."""
+def test_stop_seconds_end_requests_that_go_on(folder: Path, tmp_path: Path) -> None:
+    """After SIGTERM they have this second, and are told then; that is no failure of the command."""
     model = shutil.copytree(folder, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     # So long that the limit of tokens does not end it.
@@ -130,9 +131,24 @@ def test_stop_seconds_end_a_stream_that_goes_on(folder: Path, tmp_path: Path) ->
         SUPPORT["wait_until"](is_up, "the server answers")
         long = {"prompt": "hello", "max_tokens": 1 << 19, "stream": True, "temperature": 0}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            f"{base}/v1/completions", json.dumps(long).encode(), headers
-        )
+        url, answers = f"{base}/v1/completions", queue.SimpleQueue[tuple[int, Any]]()
+
+        def ask_for_all() -> None:
+            body = json.dumps(long | {"stream": False}).encode()
+            try:
+                urllib.request.urlopen(urllib.request.Request(url, body, headers))
+            except urllib.error.HTTPError as error:
+                with error:
+                    answers.put((error.code, json.load(error)))
+
+        def runs() -> bool:
+            with urllib.request.urlopen(f"{base}/metrics") as answer:
+                return re.search(rb"num_requests_running\S* 1", answer.read()) is not None
+
+        whole = threading.Thread(target=ask_for_all)
+        whole.start()
+        SUPPORT["wait_until"](runs, "the whole answer is being made")
+        request = urllib.request.Request(url, json.dumps(long).encode(), headers)
         with urllib.request.urlopen(request) as stream:
             stream.readline()
             begin = time.monotonic()
@@ -146,6 +162,11 @@ def test_stop_seconds_end_a_stream_that_goes_on(folder: Path, tmp_path: Path) ->
         assert process.returncode == 0, error
         assert len(lines) > 10
         assert b"data: [DONE]\n" not in lines
+        told = json.loads([line for line in lines if line.strip()][-1][6:])["error"]
+        whole.join()
+        code, answer = answers.get(timeout=0)
+        assert (code, answer["error"]) == (503, told)
+        assert "server has stopped" in told["message"]
         assert 1 <= seconds < 15, "the default is 30"
         assert "Traceback" not in error
     finally:
@@ -232,6 +253,6 @@ def test_a_checkpoint_that_is_refused(
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats standard error as a terminal
     assert main(["serve", str(tmp_path), "--port", "0"]) == 1
     error = capsys.readouterr().err
-    assert "error: " in error
+    assert "error:" in error
     assert "listening at" not in error
     assert threading.active_count() == count

@@ -103,16 +103,28 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        request = Request(scope, receive)
+        request, begun = Request(scope, receive), False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        async def tell(error: ApiError) -> None:
+            response = json_response(self.kind.told(error), error.status)
+            await response(scope, receive, send)
+
         try:
             self.keys.check(request.headers, self.right)
-            await self.answer(request, await self._received(request), send)
+            await self.answer(request, await self._received(request), noted)
         except ClientDisconnect:
             return
         except Exception as error:
-            told = _told(error)
-            response = json_response(self.kind.told(told), told.status)
-            await response(scope, receive, send)
+            await tell(_told(error))
+        except asyncio.CancelledError:
+            if not begun:
+                await tell(_stopped())
+            raise
 
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
         """Answer a request that has a key. What this raises is told to the client."""
@@ -203,6 +215,10 @@ class HandlerEndpoint(Endpoint):
             except Exception as error:
                 await send(event_message(self.kind.told_within(_told(error), sent)))
                 end = b""
+            except asyncio.CancelledError:  # where the client has gone, this goes nowhere
+                await send(event_message(self.kind.told_within(_stopped(), sent)))
+                await send({"type": "http.response.body", "body": b""})
+                raise
         await send({"type": "http.response.body", "body": end})
 
 
@@ -237,6 +253,11 @@ async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> 
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _stopped() -> ApiError:
+    """Return what a client is told whose request takes longer than a server that stops allows."""
+    return ApiError(503, "the server has stopped, before the end of this request: send it again")
 
 
 def _told(error: Exception) -> ApiError:
