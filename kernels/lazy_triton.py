@@ -68,7 +68,8 @@ class _Kernel(_StandIn):
             with _lock:
                 # Another thread may launch what is replaced, so what kernels call comes first.
                 for names in reversed(_reached(self.names, {}).values()):
-                    names |= {name: _of_triton(each) for name, each in names.items()}
+                    others = [each for each in names.items() if isinstance(each[1], _StandIn)]
+                    names |= {name: _of_triton(each) for name, each in others}
                 self._ready = True
         return self.jitted()
 
@@ -88,8 +89,8 @@ def _reached(names: dict[str, Any], found: dict[int, dict[str, Any]]) -> dict[in
     return found
 
 
-def _of_triton(value: Any) -> Any:
-    return value.jitted() if isinstance(value, _Kernel) else real(value)
+def _of_triton(value: _StandIn) -> Any:
+    return value.jitted() if isinstance(value, _Kernel) else value.real()
 
 
 def real(value: Any) -> Any:
