@@ -68,7 +68,7 @@ class _Kernel(_StandIn):
             with _lock:
                 # Another thread may launch what is replaced, so what kernels call comes first.
                 for names in reversed(_reached(self.names, {}).values()):
-                    others = [each for each in names.items() if isinstance(each[1], _StandIn)]
+                    others = [each for each in [*names.items()] if isinstance(each[1], _StandIn)]
                     names |= {name: _of_triton(each) for name, each in others}
                 self._ready = True
         return self.jitted()
@@ -83,7 +83,7 @@ class _Kernel(_StandIn):
 def _reached(names: dict[str, Any], found: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Add the names of a module, and of those whose kernels it names, to what is found, by id."""
     found[id(names)] = names
-    for each in names.values():
+    for each in [*names.values()]:  # to which another thread may add
         if isinstance(each, _Kernel) and id(each.names) not in found:
             _reached(each.names, found)
     return found
