@@ -23,6 +23,7 @@ from vllm_module.layers import (
     SiluAndMul,
 )
 from vllm_module.parameters import Dim, ModelWeightParameter
+from vllm_module.quantization import ONLINE, EightBitMethod
 from vllm_module.testing import (
     LAWS,
     assert_accounting_exact,
@@ -206,6 +207,22 @@ def test_a_wrong_rank_is_found_and_the_parameter_named() -> None:
     """The shapes are right and the values are wrong: reassembled, they are not the checkpoint."""
     with pytest.raises(AssertionError, match="weight over 2 ranks, put together, is not"):
         assert_sharding_equivalent(RankZero, size=features())
+
+
+class QuantizedFirst(vLLMModule):
+    """A right layer that is quantized while it is loaded, before one with a wrong rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.right = ColumnParallelLinear(4, size, bias=False)
+        self.right.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))
+        self.wrong = RankZero(size)
+
+
+def test_a_wrong_rank_is_found_behind_quantized_weights() -> None:
+    """Each tensor is compared, also after those that a conversion changes."""
+    with pytest.raises(AssertionError, match=r"wrong\.weight over 2 ranks, put together, is not"):
+        assert_sharding_equivalent(QuantizedFirst, size=features())
 
 
 class Uneven(vLLMModule):
