@@ -137,6 +137,23 @@ def test_a_file_that_was_changed_is_refused(message: str) -> None:
     assert "plan --layout" in str(caught.value)
 
 
+def test_ranks_that_are_named_twice_or_not_there_are_refused() -> None:
+    """In each list of ranks: those of shapes, and those that hold boxes; as of all their values."""
+    value = written()
+    kept = [("partition", at, held) for at, each in enumerate(value["partitions"])
+            for held in range(len(each["held"]))]  # fmt: skip
+    kept += [("shapes", at, 0) for at in range(len(value["shapes"]))]
+    for kind, at, entry in kept:
+        for ranks in ([0, 0], [0, 1, 1], [1, 0, 1], [0, 1, 2]):
+            other = json.loads(json.dumps(value))
+            if kind == "shapes":
+                other["shapes"][at][entry][0] = ranks
+            else:
+                other["partitions"][at]["held"][entry]["ranks"] = ranks
+            with pytest.raises(CheckpointFormatError, match=f"{kind} {at} names? a rank twice, or"):
+                parse_layout(resealed(other))
+
+
 def test_a_file_that_is_cut_short_is_refused() -> None:
     data = json.dumps(written()).encode()
     for end in (0, 1, len(data) // 2, len(data) - 1):
