@@ -35,6 +35,7 @@ from vllm_module.testing import (
     assert_staged,
     features,
 )
+from vllm_module.testing.sharding import _resembling
 
 
 def x(module: vLLMModule) -> tuple[torch.Tensor]:
@@ -309,6 +310,16 @@ def test_a_forward_without_inputs_is_asked_for_them() -> None:
     """The arguments of forward are known for language models alone."""
     with pytest.raises(ValueError, match="MLP is no causal language model: pass the arguments"):
         assert_sharding_equivalent(MLP, inner=4)
+
+
+def test_names_that_resemble_another() -> None:
+    """One component more or less, or another one in the place of each."""
+    first = {"aa", "", "as", "xa", "A", "0a", " a", "b", "d"}
+    second = {"bb", "", "bs", "xb", "B", "0b", " b", "a", "d"}
+    assert _resembling("a.b", ["a.b", "d.a"]) == {
+        "a.b.", ".a.b", "a.b.b", "a", "b", *(f"{each}.b" for each in first),
+        *(f"a.{each}" for each in second),
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("few")
