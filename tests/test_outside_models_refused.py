@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import runpy
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,25 @@ def test_what_is_no_path_is_refused(
     (tmp_path / "loop.py").symlink_to("loop.py")
     with pytest.raises(UnsupportedModelError, match="is not a Python file"):
         registry.load_model_code(Path(path))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """By its name it could be one; a pipe is not opened, which would wait for what writes to it."""
+    path = tmp_path / "mine.py"
+    make(path)
+
+    def end_the_wait() -> None:
+        with suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+    late = threading.Timer(5, end_the_wait)
+    late.start()
+    try:
+        with pytest.raises(UnsupportedModelError, match="is not a Python file: expected"):
+            registry.load_model_code(path)
+    finally:
+        late.cancel()
 
 
 def test_a_path_need_not_be_text(tmp_path: Path) -> None:
