@@ -70,6 +70,15 @@ BAD_FILES = {
     "not there": (None, "is not a Python file"),
     "another ending": ("", "is not a Python file"),
     "no model": ("x = 1", "has no model"),
+    "a class that is no model": ("class OutsideForCausalLM:\n    x = 1", "has no model"),
+    "a module of torch": (
+        "from torch import nn\nclass OutsideForCausalLM(nn.Linear): ...",
+        "has no model",
+    ),
+    "a model of others": (
+        "from vllm_module.models.llama import LlamaForCausalLM as OutsideForCausalLM",
+        "has no model",
+    ),
     "a syntax error": ("def", "fails: SyntaxError"),
     "an error": ("\n1 / 0", "fails in line 2: ZeroDivisionError"),
     "no output": ("import sys\nsys.stdout = None", "sets sys.stdout or sys.stderr to None"),
