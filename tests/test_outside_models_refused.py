@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import runpy
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,15 @@ BAD_FILES = {
     "not there": (None, "is not a Python file"),
     "another ending": ("", "is not a Python file"),
     "no model": ("x = 1", "has no model"),
+    "a class that is no model": ("class OutsideForCausalLM:\n    x = 1", "has no model"),
+    "a module of torch": (
+        "from torch import nn\nclass OutsideForCausalLM(nn.Linear): ...",
+        "has no model",
+    ),
+    "a model of others": (
+        "from vllm_module.models.llama import LlamaForCausalLM as OutsideForCausalLM",
+        "has no model",
+    ),
     "a syntax error": ("def", "fails: SyntaxError"),
     "an error": ("\n1 / 0", "fails in line 2: ZeroDivisionError"),
     "no output": ("import sys\nsys.stdout = None", "sets sys.stdout or sys.stderr to None"),
@@ -108,6 +120,25 @@ def test_what_is_no_path_is_refused(
     (tmp_path / "loop.py").symlink_to("loop.py")
     with pytest.raises(UnsupportedModelError, match="is not a Python file"):
         registry.load_model_code(Path(path))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """By its name it could be one; a pipe is not opened, which would wait for what writes to it."""
+    path = tmp_path / "mine.py"
+    make(path)
+
+    def end_the_wait() -> None:
+        with suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+    late = threading.Timer(5, end_the_wait)
+    late.start()
+    try:
+        with pytest.raises(UnsupportedModelError, match="is not a Python file: expected"):
+            registry.load_model_code(path)
+    finally:
+        late.cancel()
 
 
 def test_a_path_need_not_be_text(tmp_path: Path) -> None:

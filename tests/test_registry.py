@@ -29,7 +29,7 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import FusedMoE
-from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM
+from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM, MistralForCausalLM
 from vllm_module.testing import model_configs
 
 # Pytest's importlib mode has no imports between test files.
@@ -48,12 +48,17 @@ def test_a_file_of_a_users_own_reaches_every_rank(folder: Path, code: Path) -> N
 
 
 def test_layers_in_a_users_file_are_no_architectures(code: Path) -> None:
-    """The list of architectures has the file's models, and not what they are made of."""
+    """The list of architectures has the file's models, and not what they are made of.
+
+    Other classes are no models, whatever their name is.
+    """
     before = supported_architectures()
     code.write_text(f"{code.read_text()}\nfrom vllm_module import vLLMModule\n"
-                    "class OutsideLayer(vLLMModule):\n    pass\n")  # fmt: skip
+                    "class OutsideLayer(vLLMModule):\n    pass\n"
+                    "class MistralForCausalLM:\n    compute_logits = None\n")  # fmt: skip
     load_model_code(code)
     assert supported_architectures() == sorted([*before, "OutsideForCausalLM"])
+    assert model_class(["MistralForCausalLM"]) is MistralForCausalLM
 
 
 def test_a_registered_model_goes_before_all_others(folder: Path, code: Path) -> None:

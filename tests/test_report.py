@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from collections.abc import Callable
 
@@ -10,6 +12,7 @@ import torch
 
 from vllm_module import WeightLoadError
 from vllm_module.core.report import LoadReport, Problem, fold
+from vllm_module.errors import MissingPackageError
 from vllm_module.layers import RMSNorm
 
 
@@ -94,3 +97,14 @@ def test_a_long_message_counts_the_lines_that_it_leaves_out(kind: str) -> None:
         assert lines[len(shown) :] == ([f"  … and {left_out} more lines"] if left_out else [])
         lengths.add(len(lines))
     assert max(lengths) < 60  # it is cut at all
+
+
+@pytest.mark.parametrize("kind", [WeightLoadError, MissingPackageError])
+@pytest.mark.parametrize("named", [True, False])
+def test_the_report_of_an_error_is_no_part_of_its_message(
+    kind: type[WeightLoadError], named: bool
+) -> None:
+    """However it is given, also after a copy, as processes exchange it."""
+    error = kind("why", report=["x"]) if named else kind("why", ["x"])
+    for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (str(each), each.args, each.report) == ("why", ("why",), ["x"])

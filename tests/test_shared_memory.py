@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -55,3 +56,29 @@ def test_an_offer_that_leads_elsewhere_is_not_taken(
     assert rank == 2
     own[:3] = b"own"
     assert theirs[:3] == bytes(3)
+
+
+@pytest.mark.parametrize("lacks", ["the call", "descriptors"])
+def test_memory_that_cannot_be_offered_is_its_own(
+    offered: list[OfferedMemory], lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the system has no such memory, or gives none: it is mapped, and all is writable."""
+
+    def refused(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    if lacks == "the call":
+        monkeypatch.delattr(os, "memfd_create")  # as on macOS
+    else:
+        monkeypatch.setattr(os, "memfd_create", refused)  # the tests need their own descriptors
+    memory = OfferedMemory(NBYTES)
+    assert memory.offer is None
+    own, rank = memory.join([offered[0].offer, memory.offer], 1)
+    assert rank == 1
+    memory.allocate(0, NBYTES)
+    own[:] = b"x" * NBYTES
+    others, _ = offered[0].join([offered[0].offer], 0)
+    assert others[:3] == bytes(3)
+    memory.close()
+    memory.allocate(0, NBYTES)
+    assert own[-3:] == b"xxx"

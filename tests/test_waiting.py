@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,3 +153,18 @@ def test_a_launcher_s_signal_is_left_to_the_first_rank(
         assert len(came) == 3
     finally:
         signal.signal(number, before)
+
+
+def test_a_rank_in_a_thread_follows_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the first rank as well, where Python lets only the main thread handle signals."""
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setenv("RANK", "1")
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+
+    def handlers() -> list[Any]:
+        with left_to_launcher():
+            return [signal.getsignal(number) for number in numbers]
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(handlers).result() == before

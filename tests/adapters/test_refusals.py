@@ -16,6 +16,7 @@ from vllm_module.adapters import adapter_config, open_adapter
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import (
     CheckpointFormatError,
+    MissingWeightError,
     UnsupportedModelError,
     WeightLoadError,
     WeightReadError,
@@ -172,6 +173,46 @@ def test_refused(tuned: Callable[[str], Any], tmp_path: Path, case: str) -> None
     base = load_base(one.base)
     with pytest.raises(WeightLoadError, match=f"(?s){named}"):
         load_adapter(base, changed(one, tmp_path, change))
+
+
+NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    # Family, settings, and the module whose A and B the file lacks.
+    "by an end": ("llama", {"target_modules": ["up_proj"]}, "mlp.up_proj"),
+    "by an expression": ("llama", {"target_modules": r".*\.o_proj"}, "self_attn.o_proj"),
+    "as a linear layer": ("llama", {"target_modules": "all-linear"}, "mlp.down_proj"),
+    "by its weight": ("llama", {"target_parameters": ["down_proj.weight"]}, "mlp.down_proj"),
+    "by its weight, in a fused layer": (
+        "llama",
+        {"target_parameters": ["self_attn.k_proj.weight", "q_proj.weight"]},
+        "self_attn.k_proj",
+    ),
+    "by its weight, with an exception": (
+        "llama",
+        {"target_parameters": ["o_proj.weight"], "exclude_modules": ["o_proj"]},
+        "self_attn.o_proj",
+    ),
+    "a router by its weight": ("qwen3_moe", {"target_parameters": ["gate.weight"]}, "mlp.gate"),
+    "experts by a parameter": (
+        "qwen3_moe",
+        {"target_parameters": ["experts.down_proj", "experts.gate_up_proj"]},
+        "mlp.experts.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_a_layer_that_is_named_and_not_stored(tmp_path: Path, case: str) -> None:
+    """However the settings name it, it is missed in one layer, and not served as the base's."""
+    family, settings, module = NAMED[case]
+    model = SUPPORT["small_model"](family, tmp_path / "base")
+    SUPPORT["adapt"](model, tmp_path / "adapter", **{"target_modules": ["v_proj"]} | settings)
+    one = SUPPORT["Tuned"](tmp_path / "base", tmp_path / "adapter", *[torch.empty(0)] * 3)
+    base = load_base(one.base)
+    load_adapter(base, one.adapter)
+    (tmp_path / "less").mkdir()
+    folder = changed(one, tmp_path / "less", without(f"layers.1.{module}"))
+    with pytest.raises(MissingWeightError, match=rf"layers\.1\.{module}\S*\.lora_[AB]: expected"):
+        load_adapter(base, folder)
 
 
 UPDATES: dict[str, tuple[str, str, str]] = {

@@ -193,6 +193,20 @@ def test_hosts_that_do_not_come(launched: list[int]) -> None:
     assert launched == []
 
 
+@pytest.mark.parametrize("late", [0.0, 1.9, 2.1, 60.0])
+@pytest.mark.parametrize(("number", "told"), [(0, "names"), (2, "names"), (2, None)])
+def test_a_host_that_was_paused_beyond_the_limit(
+    late: float, number: int, told: str | None
+) -> None:
+    """It names the hosts that have not come, however late it looks for them."""
+    store, hosts = dist.HashStore(), HostOptions(nnodes=4, node_rank=number)
+    for each in (0, 2):
+        store.set(f"host {each}", "")
+    keys = [f"host {each}" for each in range(4)]
+    with pytest.raises(CommandError, match=r"^hosts 1, 3 did not come to 127\.0\.0\.1:29501"):
+        on_hosts._wait_for(store, hosts, keys, time.monotonic() - late, told)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +91,44 @@ def test_the_rank_that_waits_for_none_is_named(case: str) -> None:
     assert ("which waits for it" in str(error)) == (named != peer)
     if isinstance(error, RankError):  # of a rank of the source
         assert error.ranks == (named,)
+
+
+def test_a_peer_that_left_for_another_one_is_not_blamed() -> None:
+    """A message fails when its peer leaves, which it does when it is told that a third failed."""
+    store = dist.HashStore()
+    errors: list[Exception] = []
+
+    def run(rank: int) -> None:
+        group = private_group(store, rank, SIZE, torch.device("cpu"), timedelta(seconds=LIMIT))
+
+        def work() -> None:
+            if rank == 2:
+                raise LookupError("of the third")
+            call, end = call_with(group), time.monotonic() + LIMIT
+            assert call is not None
+            if rank == 1:
+                return
+            transfer = RankTransfer(plan(), group, 5.0, "")
+            while not call._failures:  # no public function tells what others have said so far
+                assert time.monotonic() < end, "news have not arrived"
+                time.sleep(0.01)
+            try:
+                with transfer._naming(1, [(SimpleNamespace(name="w"), 0)]):
+                    raise RuntimeError("Connection closed by peer")
+            except (RankError, WeightReadError) as error:
+                errors.append(error)
+                raise
+
+        try:
+            with pytest.raises((RankError, LookupError)):
+                together(work, timeout=LIMIT, group=group)
+        finally:
+            group.shutdown()
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        list(threads.map(run, range(SIZE)))
+    (error,) = errors
+    assert str(error).startswith("rank 2 of 3 failed: LookupError: of the third\n")
+    assert "Rank 1 was to send or take w" in str(error)
+    assert isinstance(error, RankError)
+    assert error.ranks == ()

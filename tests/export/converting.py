@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "four bits": ("llama", INT4),
     "four bits and eight": ("qwen3-moe", INT4_AND_FP8),
     "four bits, stored fused": ("phi3", INT4),
+    "stored in groups, per channel": ("qwen3-next", "fp8_per_channel"),
+    "stored in groups, four bits": ("qwen3-next", INT4),
 }
 
 

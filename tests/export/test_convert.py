@@ -142,6 +142,24 @@ def test_four_bits_are_what_compressed_tensors_decompresses(
     assert checked == 14
 
 
+def test_rows_stay_where_the_original_has_them(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of layers whose rows are stored in another order than they are computed in, too."""
+    original, scheme = checkpoint("qwen3-next"), "int8_per_channel_weight_only"
+    convert(ModelConfig(model=str(original), quantization=scheme), tmp_path / "out")
+    config = Schema.model_validate(entries(tmp_path / "out")["quantization_config"])
+    tensors, before = stored(tmp_path / "out"), stored(original)
+    names = [name.removesuffix("_scale") for name in tensors if name.endswith("weight_scale")]
+    assert {"in_proj_qkvz", "in_proj_ba"} <= {name.split(".")[-2] for name in names}
+    for name in names:
+        part = {"weight": tensors[name], "weight_scale": tensors[f"{name}_scale"]}
+        group = config.config_groups["group_0"]
+        wide = IntQuantizationCompressor.decompress(part, group)["weight"]
+        far = (wide.float() - before[name].float()).abs() - part["weight_scale"] / 2
+        assert far.max() < 1e-6, name
+
+
 def test_experts_have_names_of_their_own_and_the_library_reads_them(
     converted: Callable[[str], tuple[Path, Path]],
 ) -> None:

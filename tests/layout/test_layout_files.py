@@ -137,6 +137,49 @@ def test_a_file_that_was_changed_is_refused(message: str) -> None:
     assert "plan --layout" in str(caught.value)
 
 
+def test_ranks_that_are_named_twice_or_not_there_are_refused() -> None:
+    """In each list of ranks: those of shapes, and those that hold boxes; as of all their values."""
+    value = written()
+    kept = [("partition", at, held) for at, each in enumerate(value["partitions"])
+            for held in range(len(each["held"]))]  # fmt: skip
+    kept += [("shapes", at, 0) for at in range(len(value["shapes"]))]
+    for kind, at, entry in kept:
+        for ranks in ([0, 0], [0, 1, 1], [1, 0, 1], [0, 1, 2]):
+            other = json.loads(json.dumps(value))
+            if kind == "shapes":
+                other["shapes"][at][entry][0] = ranks
+            else:
+                other["partitions"][at]["held"][entry]["ranks"] = ranks
+            with pytest.raises(CheckpointFormatError, match=f"{kind} {at} names? a rank twice, or"):
+                parse_layout(resealed(other))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranges", [[(0, 1), (1, 2), (3, 1)], [(2, 2), (0, 2)], [(0, 3), (3, 1)]])
+def test_experts_may_be_written_in_several_entries(ranks: int, ranges: list[Any]) -> None:
+    """As those are whose names differ by more than a number; each stays where it was."""
+
+    def build() -> nn.Module:
+        return FusedMoE(num_experts=4, top_k=2, hidden_size=4, intermediate_size=4)
+
+    whole = layout_of(build, 4, experts=ranks)
+    value = json.loads(layout_json(whole))
+    of_experts = [entry for entry in value["tensors"] if "experts" in entry]
+    assert len(of_experts) == 3
+    for entry in of_experts:
+        assert entry["experts"] == [0, 4]
+        value["tensors"] += [{**entry, "experts": each} for each in ranges]
+        value["tensors"].remove(entry)
+    split = parse_layout(resealed(value))
+    for name in (f"{part}_proj.weight" for part in ("gate", "up", "down")):
+        for expert in range(4):
+            boxes = [PLANNED["boxes"](each, f"layer.{expert}.{name}") for each in (whole, split)]
+            assert boxes[0] == boxes[1] != []
+    value["tensors"].append({**of_experts[0], "experts": [ranges[1][0], 1]})
+    with pytest.raises(CheckpointFormatError, match=f"has expert {ranges[1][0]} twice"):
+        parse_layout(resealed(value))
+
+
 def test_a_file_that_is_cut_short_is_refused() -> None:
     data = json.dumps(written()).encode()
     for end in (0, 1, len(data) // 2, len(data) - 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import runpy
 from collections.abc import Callable
@@ -344,3 +345,14 @@ def test_experts_that_compute_something_else_are_not_taken(
     forward = type(experts).forward
     monkeypatch.setattr(type(experts), "forward", lambda *args: 2 * forward(*args))
     assert not is_experts(experts)
+
+
+def test_experts_of_half_a_form_are_not_taken() -> None:
+    """Modules with some attributes of transformers' interface alone stay as they are."""
+    experts = tiny_model("mixtral").model.layers[0].mlp.experts
+    assert is_experts(experts)
+    for name in ("is_transposed", "has_post_expert_norm"):
+        other = copy.copy(experts)
+        other.__dict__ = {**vars(experts)}
+        del other.__dict__[name]
+        assert not is_experts(other)

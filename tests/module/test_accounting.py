@@ -33,6 +33,7 @@ UNEXPECTED = {
     "blocks.0.mlp.up_proj.bias": "was built without 'bias' with a slot 'up_proj'",
     "blocks.9.norm.weight": "ModuleList has no such number; it has {0..1}",
     "blocks": "Model.blocks is known, but not with a name like this",
+    "blocks.0.q_proj": "Block.q_proj is known, but not with a name like this",
     "embed.weight.x": "VocabParallelEmbedding.weight is known, but not with a name like this",
     "": "Model has no ''; it has embed, blocks, head",
 }

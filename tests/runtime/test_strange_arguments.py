@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -319,3 +320,35 @@ def test_results_of_a_model_that_are_no_logits_are_refused(
         pytest.raises(UnsupportedModelError, match=message),
     ):
         llm.generate({"prompt_token_ids": [1]}, use_tqdm=False)
+
+
+ENTRIES: dict[str, dict[str, Any]] = {
+    "enable_eplb": {"enable_eplb": True},
+    "enable_return_routed_experts": {"enable_return_routed_experts": True},
+    "enable_torch_compile": {"enable_torch_compile": True},
+    "pipeline_parallel_size": {"pipeline_parallel_size": 2},
+    "data_parallel_size": {"data_parallel_size": 2, "data_parallel_rank": 1},
+    **{
+        f"distributed_executor_backend='{backend}'": {"distributed_executor_backend": backend}
+        for backend in ("mp", "ray", "uni", "external_launcher")
+    },
+}
+NOT_TOGETHER: dict[str, tuple[str, ...]] = {
+    "enable_eplb": ("enable_torch_compile",),
+    "enable_return_routed_experts": ("pipeline_parallel_size", "enable_torch_compile"),
+    "data_parallel_size": (
+        "pipeline_parallel_size", "enable_torch_compile", "enable_eplb",
+        "distributed_executor_backend='ray'", "distributed_executor_backend='external_launcher'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.permutations(ENTRIES, 2)])
+def test_entries_that_do_not_go_together(one: str, other: str) -> None:
+    """Both are named; all other pairs are accepted."""
+    given = ENTRIES[one] | ENTRIES[other]
+    if other in NOT_TOGETHER.get(one, ()):
+        with pytest.raises(ValueError, match=f"{one} does not go with {other}: leave one"):
+            EngineConfig(**given)
+    elif one not in NOT_TOGETHER.get(other, ()):
+        EngineConfig(**given)

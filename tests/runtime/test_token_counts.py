@@ -132,6 +132,29 @@ def test_a_table_that_was_too_large_is_made_anew() -> None:
     assert counts.nbytes < large / 2
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        ((4, 1000), (4, 3), (4, 4)), ((64, 3), (1, 3), (1, 4)), ((64, 3), (2, 500), (2, 512)),
+        ((8, 64), (4, 32), (4, 32)), ((8, 64), (8, 16), (8, 16)), ((8, 64), (2, 64), (2, 64)),
+        ((8, 64), (8, 32), (8, 64)), ((8, 64), (4, 64), (8, 64)), ((1, 1000), (1, 600), (1, 1024)),
+        ((64, 1), (33, 1), (64, 1)), ((64, 16), (64, 3), (64, 4)),
+    ],
+)  # fmt: skip
+def test_a_table_shrinks_to_what_is_used(
+    before: tuple[int, int], after: tuple[int, int], kept: tuple[int, int]
+) -> None:
+    """By rows and by columns, if 256 calls have used a quarter of it at most."""
+    counts = TokenCounts()
+    params = SamplingParams(temperature=0, frequency_penalty=0.5)
+    for call in range(520):
+        height, distinct = after if call else before
+        rows = [Row(params, range(distinct), 0, 0.0, (), key) for key in range(height)]
+        update = counts.plan(rows, 1000)
+        counts.apply(update, [torch.tensor([*each], dtype=torch.int64) for each in update.arrays])
+    assert counts.nbytes == 8 * kept[0] * kept[1]
+
+
 def test_two_rows_with_one_key_are_refused() -> None:
     """A key names one sequence."""
     row = Row(SamplingParams(repetition_penalty=2.0), [1], 1, 0.0, (), "a")

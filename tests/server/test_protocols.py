@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from vllm_module import AsyncLLM
-from vllm_module.server import messages
+from vllm_module.server import messages, responses
+from vllm_module.server.protocol import ChatBody, ConversationBody
 from vllm_module.server.tools import Formats
 
 # pytest would take this class for a test.
@@ -321,6 +322,75 @@ def test_calls_and_outputs_in_responses(served: Any) -> None:
     wanted = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     answer = served.ask("POST", "/v1/responses", {"model": MODEL, "input": "x", "text": wanted})[1]
     assert json.loads(answer["output"][0]["content"][0]["text"]) == {"city": "Rome"}
+
+
+FUNCTION = {"name": "f", "description": "d"}
+SAMPLED = {"temperature": 0.25, "top_p": 0.5, "seed": 7}
+SAME = {"model": MODEL, "stream": True, "cache_salt": "s", **SAMPLED}
+IN_CHAT = {
+    **SAME,
+    "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}],
+    "max_tokens": 3,
+    "tools": [{"type": "function", "function": {**FUNCTION, "parameters": SCHEMA}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "only"),
+    [
+        (
+            responses,
+            {
+                "input": "Hi",
+                "instructions": "Be short.",
+                "max_output_tokens": 3,
+                "tools": [{"type": "function", **FUNCTION, "parameters": SCHEMA}],
+                "tool_choice": {"type": "function", "name": "f"},
+                "parallel_tool_calls": False,
+                "text": {"format": {"type": "text"}},
+                "reasoning": {"effort": "high"},
+            },
+            {"response_format": {"type": "text"}, "reasoning_effort": "high"},
+        ),
+        (
+            messages,
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "system": "Be short.",
+                "max_tokens": 3,
+                "tools": [{**FUNCTION, "input_schema": SCHEMA}],
+                "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+                "stop_sequences": ["a"],
+            },
+            {"stop": ["a"]},
+        ),
+    ],
+)
+def test_each_entry_of_a_request_is_one_of_chat_completions(
+    module: Any, given: dict[str, Any], only: dict[str, Any]
+) -> None:
+    """With its value; an entry that is left out is left out there, too."""
+    kind = next(v for n, v in vars(module).items() if n in ("ResponsesBody", "MessagesBody"))
+    own = kind.model_fields.keys() - ConversationBody.model_fields.keys()
+    assert own - {"metadata"} == given.keys() - {"tools"}  # metadata are for the answer
+    assert module._chat_body(kind.of(SAME | given)) == ChatBody.of(IN_CHAT | only)
+    names = ("input", "messages", "max_tokens")
+    least = {"model": MODEL, **{name: given[name] for name in names if name in given}}
+    in_chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    in_chat |= {"max_tokens": 3, "tool_choice": "auto"} if module is messages else {}
+    assert module._chat_body(kind.of(least)) == ChatBody.of(in_chat)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_response_that_reaches_its_limit_is_incomplete(served: Any, count: int) -> None:
+    """Its tokens are as many as were asked for, and it says why it ends."""
+    body = {"model": MODEL, "input": "Hi", "max_output_tokens": count, "ignore_eos": True}
+    answer = served.ask("POST", "/v1/responses", body)[1]
+    assert answer["usage"]["output_tokens"] == answer["max_output_tokens"] == count
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

@@ -23,6 +23,7 @@ from vllm_module.layers import (
     SiluAndMul,
 )
 from vllm_module.parameters import Dim, ModelWeightParameter
+from vllm_module.quantization import ONLINE, EightBitMethod
 from vllm_module.testing import (
     LAWS,
     assert_accounting_exact,
@@ -34,6 +35,7 @@ from vllm_module.testing import (
     assert_staged,
     features,
 )
+from vllm_module.testing.sharding import _resembling
 
 
 def x(module: vLLMModule) -> tuple[torch.Tensor]:
@@ -208,6 +210,22 @@ def test_a_wrong_rank_is_found_and_the_parameter_named() -> None:
         assert_sharding_equivalent(RankZero, size=features())
 
 
+class QuantizedFirst(vLLMModule):
+    """A right layer that is quantized while it is loaded, before one with a wrong rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.right = ColumnParallelLinear(4, size, bias=False)
+        self.right.quantize(EightBitMethod(ONLINE["fp8_per_channel"]))
+        self.wrong = RankZero(size)
+
+
+def test_a_wrong_rank_is_found_behind_quantized_weights() -> None:
+    """Each tensor is compared, also after those that a conversion changes."""
+    with pytest.raises(AssertionError, match=r"wrong\.weight over 2 ranks, put together, is not"):
+        assert_sharding_equivalent(QuantizedFirst, size=features())
+
+
 class Uneven(vLLMModule):
     """A module that some ranks cannot build."""
 
@@ -292,6 +310,16 @@ def test_a_forward_without_inputs_is_asked_for_them() -> None:
     """The arguments of forward are known for language models alone."""
     with pytest.raises(ValueError, match="MLP is no causal language model: pass the arguments"):
         assert_sharding_equivalent(MLP, inner=4)
+
+
+def test_names_that_resemble_another() -> None:
+    """One component more or less, or another one in the place of each."""
+    first = {"aa", "", "as", "xa", "A", "0a", " a", "b", "d"}
+    second = {"bb", "", "bs", "xb", "B", "0b", " b", "a", "d"}
+    assert _resembling("a.b", ["a.b", "d.a"]) == {
+        "a.b.", ".a.b", "a.b.b", "a", "b", *(f"{each}.b" for each in first),
+        *(f"a.{each}" for each in second),
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("few")

@@ -227,6 +227,28 @@ class Rank:
         finally:
             shared_memory.host_name = HOST_NAME
 
+    @contextmanager
+    def without_offers(self, number: int) -> Iterator[None]:
+        """Let the system of one rank have no memory that it could share."""
+
+        def refused(*_: Any) -> int:
+            raise OSError("of this host")
+
+        if self.number == number:
+            os.memfd_create = refused  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            os.memfd_create = MEMFD_CREATE
+
+    def case_kinds_of_one_without_offers(self) -> Any:
+        with self.without_offers(0):
+            return self.case_all_kinds()
+
+    def case_kinds_for_one_without_offers(self) -> Any:
+        with self.without_offers(2):
+            return self.case_all_kinds()
+
     def case_kinds_with_digests(self) -> Any:
         kinds = tensors_of_all_kinds()
         if self.number == 0:
@@ -507,6 +529,7 @@ def write(file: Path, note: dict[str, Any], error: BaseException | None = None) 
 
 EMPTY = torch.empty
 HOST_NAME = shared_memory.host_name
+MEMFD_CREATE = os.memfd_create
 
 
 def no_memory(*size: Any, **options: Any) -> torch.Tensor:

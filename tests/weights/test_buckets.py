@@ -80,6 +80,12 @@ def test_every_dtype_and_form_arrives(ran: Ran) -> None:
     assert ran("kinds on two hosts") == ran("all kinds")
 
 
+@pytest.mark.parametrize("who", ["of", "for"])
+def test_a_rank_that_can_share_no_memory(ran: Ran, who: str) -> None:
+    """As where the system has no such memory: all that it sends or receives arrives."""
+    assert ran(f"kinds {who} one without offers") == ran("all kinds")
+
+
 def test_digests_are_sent_with_tensors(ran: Ran) -> None:
     """Every dtype and form has the digest that was sent; a tensor that was damaged is named."""
     assert ran("kinds with digests") == [{"returned": None}] + [{"returned": []}] * 2

@@ -281,6 +281,18 @@ def test_what_cannot_be_found_is_refused(server: Any, bucket: str) -> None:
         states(f"{server.url}/gguf/model.gguf", 1, "dummy")
 
 
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [("dummy", "dummy"), ("auto", "safetensors"), ("safetensors", "safetensors")],
+)
+def test_the_format_of_a_source_is_that_of_a_folder(
+    server: Any, bucket: str, folder: Path, asked: str, name: str
+) -> None:
+    """Dummy weights are of none that is there, wherever the configuration is."""
+    for url in (f"{server.url}/plain", f"{bucket}/plain", str(folder / "plain")):
+        assert getattr(find_source(url, load_format=asked), "load_format") == name  # noqa: B009
+
+
 def test_files_of_the_second_suffix_are_found(bucket: str, folder: Path) -> None:
     """A bucket whose weights are ``*.pt`` alone is read; it has no index and no usual name."""
     with open_checkpoint(folder / "plain") as checkpoint:

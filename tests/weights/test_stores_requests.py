@@ -14,6 +14,7 @@ import pytest
 
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights.stores import store as store_module
+from vllm_module.weights.stores import stored_bytes
 from vllm_module.weights.stores.client import (
     Answer,
     BusyError,
@@ -388,6 +389,24 @@ def test_what_is_refused_is_not_asked_for_again(
         assert (client.calls, pauses) == (1, [])
     store, _ = store_of(monkeypatch, Failing())
     assert (store.has("f"), store.fetch_optional("f", 9)) == (True, b"data")
+
+
+@pytest.mark.parametrize("nbytes", [0, 4999, 5001])
+def test_an_answer_of_another_length_is_refused(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Where the file is as long as it was: a part of what was asked for holds no bytes of it."""
+
+    class Short(Failing):
+        def read(self, name: str, begin: int, view: memoryview) -> Answer:
+            count = min(len(view), 20_000 - begin)
+            return Answer(nbytes if begin else count, Version(20_000, "a", True))
+
+    monkeypatch.setattr(stored_bytes, "_FIRST_BYTES", 10)  # else the first request has all of it
+    store, _ = store_of(monkeypatch, Short())
+    opened = stored_bytes.StoredBytes(store, "f")
+    with pytest.raises(WeightReadError, match=f"{nbytes} bytes came from byte 500 on, where 5000"):
+        opened.read_bytes(500, 5000)
 
 
 PLACES: list[tuple[str, Place]] = [
