@@ -50,7 +50,7 @@ data_file = {KNOWN}
 # Seconds of tests, and their most, of the first run and the second.
 RUNS = (25.0, 60), (75.0, 250)
 OF_A_FILE = 6  # most tests of one file are the most of all, divided by this
-OVER = 60.0  # seconds that a run may take beyond three times its tests'
+OVER = 30.0  # seconds that a run may take beyond three times its tests'
 COMPILED = "compiled_", "torch_threads"  # files of loops: numba compiles their functions
 
 
