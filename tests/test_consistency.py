@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from vllm_module.build.consistency import demand_alike, digests
+from vllm_module.build.consistency import demand_alike, demand_same_tensors, digests
 from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import RankError
@@ -51,6 +51,22 @@ def test_a_long_list_is_cut(count: int) -> None:
     shown = [line for line in lines if line.startswith("  entry ")]
     assert len(shown) == min(count, 11)
     assert lines[len(shown) :] == ([f"  and {count - 11} more"] if count > 11 else [])
+
+
+WITH_GAPS = [values for size in (2, 3, 4) for values in product(["a", "b", None], repeat=size)]
+
+
+@pytest.mark.parametrize("values", WITH_GAPS, ids=lambda values: "".join(v or "-" for v in values))
+def test_what_some_ranks_keep_only_a_part_of_is_not_compared(
+    values: tuple[str | None, ...],
+) -> None:
+    """A tensor is compared if every rank keeps all of it, whichever rank does not."""
+    ranks = [{"same": "x"} | ({} if value is None else {"name": value}) for value in values]
+    if None in values or len(set(values)) == 1:
+        demand_same_tensors(ranks)
+        return
+    with pytest.raises(RankError, match="  name: "):
+        demand_same_tensors(ranks)
 
 
 class Several(vLLMModule):

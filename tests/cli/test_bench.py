@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from vllm_module import LLM
-from vllm_module.cli.commands.bench import _spread, measure, serve
+from vllm_module.cli.commands.bench import Measurement, _spread, measure, serve
 from vllm_module.cli.pictures.plots import plot_levels
+from vllm_module.runtime.metrics import StepStats
 
 Run = Callable[..., Any]
 SHAPE = ("--input-len", 20, "--output-len", 6, "--num-prompts", 5, "--concurrency", 2)
@@ -147,6 +148,20 @@ def test_tokens_of_prompts_and_of_decoding(folder: Path) -> None:
             run = serve(llm, random.Random(together), 5, together, 20, 6)
             assert run.prompting.tokens == 5 * 20
             assert run.decoding.tokens == 5 * (6 - 1) - beside
+
+
+@pytest.mark.parametrize(
+    ("counts", "prompts", "decoded"),
+    [([1], 0, 1), ([1, 1, 1], 0, 3), ([2], 2, 0), ([1, 2, 1], 2, 0), ([3, 1, 2], 5, 0)],
+)
+def test_a_step_is_of_prompts_if_any_has_several_tokens(
+    counts: list[int], prompts: int, decoded: int
+) -> None:
+    """Its whole time is theirs, also of the shortest piece of a prompt."""
+    run = Measurement()
+    run.add_step(StepStats(counts, used_pages=1, seconds=0.5))
+    assert (run.prompting.tokens, run.decoding.tokens) == (prompts, decoded)
+    assert (run.prompting.seconds, run.decoding.seconds) == ((0.5, 0) if prompts else (0, 0.5))
 
 
 def test_a_plot_of_levels(tmp_path: Path) -> None:

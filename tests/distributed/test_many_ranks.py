@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import runpy
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +108,31 @@ def test_who_is_waited_for_in_the_end() -> None:
     assert found == [(3, "c"), (3, "c"), (3, "a"), (4, "a"), (0, "f")]
     news.add({}, waits={2: (2, -1, ""), 1: (1, 0, "b")})  # the second one is no news
     assert [news.awaited(rank, "a") for rank in (1, 2)] == [(2, "b"), (2, "a")]
+
+
+class Looks(dict[int, Any]):
+    """A dictionary of which few entries are looked up."""
+
+    left = 10
+
+    def get(self, *key: Any) -> Any:
+        self.left -= 1
+        assert self.left > 0, "the search has no end"
+        return super().get(*key)
+
+
+def test_ranks_that_wait_for_each_other_are_an_end() -> None:
+    """All ways in which four ranks may wait, in circles with this rank and without it."""
+    for to in product(range(-1, 4), repeat=4):
+        for first in range(1, 4):
+            passed, rank = [0], first
+            while rank not in passed and to[rank] >= 0:
+                passed.append(rank)
+                rank = to[rank]
+            news = News(0, 4)
+            news.waits = Looks({each: (1, other, f"of {other}") for each, other in enumerate(to)})
+            what = f"of {rank}" if len(passed) > 1 else "of the first"
+            assert news.awaited(first, "of the first") == (rank, what)
 
 
 def test_ranks_stay_connected_whichever_fail() -> None:

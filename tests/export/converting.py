@@ -19,6 +19,7 @@ from vllm_module.export.compressed import convert
 
 FILE_BYTES = 60_000
 BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(4, 4))
+FLAT_BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(2, 4))
 MIXED = QuantizationConfig(
     scheme="fp8_per_tensor", overrides={"mlp": "fp8_per_channel"}, ignore=("lm_head", "o_proj")
 )
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "four bits, stored fused": ("phi3", INT4),
     "stored in groups, per channel": ("qwen3-next", "fp8_per_channel"),
     "stored in groups, four bits": ("qwen3-next", INT4),
+    "stored in groups, per block": ("qwen3-next", FLAT_BLOCKS),
 }
 
 

@@ -117,6 +117,9 @@ def test_nothing_moves_that_does_not_help() -> None:
         ([1.0, 1.0], 2, 5, "5 places of 2 experts on 2 ranks: expected 2 to 4"),
         ([1.0, 1.0], 2, 1, "1 places of 2 experts"),
         ([1.0, 1.0], 0, 2, "on 0 ranks"),
+        ([1.0, float("inf")], 1, 2, "finite and not negative, got inf"),
+        ([float("-inf"), 1.0], 1, 2, "finite and not negative, got -inf"),
+        ([1.0, 1e-9, -1e-9], 1, 3, "finite and not negative, got -1e-09"),
     ],
 )
 def test_impossible_arguments_are_refused(

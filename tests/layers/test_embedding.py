@@ -12,7 +12,7 @@ from vllm_module.layers import ParallelLMHead, VocabParallelEmbedding
 DIM = 6
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 4])
 # 1: all ranks but one hold only padding. 64 at sizes 1 and 2, 192 at size 3: no padding.
-vocabularies = pytest.mark.parametrize("vocab", [1, 63, 64, 65, 130, 192])
+vocabularies = pytest.mark.parametrize("vocab", [1, 3, 63, 64, 65, 130, 192])
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -21,12 +21,13 @@ def numbers(*shape: int) -> torch.Tensor:
 
 @sizes
 @vocabularies
-def test_embedding(vocab: int, size: int) -> None:
+@pytest.mark.parametrize("padding_size", [1, 64])  # 1: a rank may have a single row, or none
+def test_embedding(vocab: int, size: int, padding_size: int) -> None:
     """Every rank gets the rows of all tokens, for any cut and any shape of ids."""
     table = numbers(vocab, DIM)
 
     def rank_fn(rank: int) -> list[torch.Tensor]:
-        layer = VocabParallelEmbedding(vocab, DIM)
+        layer = VocabParallelEmbedding(vocab, DIM, padding_size=padding_size)
         layer.load_weights({"weight": table})
         ids = torch.arange(vocab)
         return [layer(ids), layer(ids.flip(0).view(1, -1, 1)), layer(ids.int()), layer(ids[:0])]

@@ -31,6 +31,7 @@ from vllm_module.testing import (
     assert_order_independent,
     assert_pure,
     assert_reads_what_it_keeps,
+    assert_reload_in_place,
     assert_sharding_equivalent,
     assert_staged,
     features,
@@ -253,6 +254,28 @@ def test_an_override_that_passes_over_names_is_found() -> None:
     found = r"unexpected: reported \[\]|a damaged checkpoint was loaded anew"
     with pytest.raises(AssertionError, match=found):
         assert_accounting_exact(Careless, hidden_size=features())
+
+
+class Moving(RMSNorm):
+    """A norm that takes other memory when it is loaded again, as a stream or with all at once."""
+
+    def __init__(self, streamed: bool) -> None:
+        super().__init__(4)
+        self.streamed = streamed
+
+    def load_weights(self, weights):
+        again = not self.weight.is_meta
+        loaded = super().load_weights(weights)
+        if again and isinstance(weights, Iterator) == self.streamed:
+            self.weight.data = self.weight.data.clone()
+        return loaded
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_reload_that_moves_tensors_is_found(streamed: bool) -> None:
+    """Whichever way the weights are given."""
+    with pytest.raises(AssertionError, match=r"weight moved after a (second )?reload"):
+        assert_reload_in_place(Moving, streamed, inputs=x)
 
 
 class Hoarding(RMSNorm):
