@@ -142,7 +142,8 @@ def test_headers_of_members_are_requested_together(
     server.fault = fail
     with pytest.raises(WeightReadError, match=r"one/pytorch_model.bin.*could be read when it"):
         found.open()
-    assert 0 < len(headers) <= asked
+    # Of one part, another answer may have had the bytes before.
+    assert 0 < len(headers) <= asked + 1
 
 
 def test_a_network_that_fails_is_no_damage_of_the_file(
