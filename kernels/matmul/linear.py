@@ -61,8 +61,8 @@ def fastest_products(seconds: Callable[[Callable[[], object]], float] = seconds_
 def are_loops_worthwhile(model: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a model has 8 MiB of weights of a dtype.
 
-    To import numba takes some 0.3 s. Steps that run in the loops are recorded, so a model of a few
-    million parameters regains them in some hundred steps.
+    To measure the loops takes some 0.2 s. Steps that run in them are recorded, so a model of a few
+    million parameters regains it in some hundred steps.
     """
     weights = (each for each in model.parameters() if each.dtype == dtype and each.dim() > 1)
     return sum(each.nbytes for each in weights) >= _WORTHWHILE

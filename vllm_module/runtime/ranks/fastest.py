@@ -21,8 +21,7 @@ from vllm_module.quantization.method import QuantizableLayer
 def fastest_for(model: nn.Module, dtype: torch.dtype, *, decodes: bool = True) -> Products:
     """Return what multiplies fastest by a model's weights, with torch's current threads.
 
-    Engines of a process share measurements. A model of few weights is not worth the import of
-    numba.
+    Engines of a process share measurements, which a model of few weights is not worth.
 
     Args:
         model: a model on the CPU.
