@@ -244,6 +244,8 @@ def check():
 
 check()
 print("numba" in sys.modules)
+if "numba" in sys.modules:
+    sys.exit()
 import numba, numpy
 @numba.njit("float64[:](int64)")
 def made(size):
@@ -258,7 +260,7 @@ assert made(100).sum() == 200
     ("libraries", "imports"), [("{}", "False"), ("{'numba.gone': ''}", "True")]
 )
 def test_a_new_process_loads_loops_without_numba(libraries: str, imports: str) -> None:
-    """Unless a version of numba has its libraries elsewhere. It works beside them when imported."""
+    """Unless a version of numba has its libraries elsewhere. It is imported beside them later."""
     from vllm_module.kernels.matmul.code_rows_matmul import compiled_loops
     from vllm_module.kernels.matmul.compiled_floats import FLOAT32
 
