@@ -206,10 +206,11 @@ def _load(needed: Iterable[str], code: bytes) -> Loop:
             for module, begin in _LIBRARIES.items():
                 for name, address in _library(module).c_helpers.items():
                     binding.add_symbol(begin + name, address)
-    if missing():  # numba has them elsewhere
+    if missing():  # numba has them elsewhere, and tells LLVM of them before it compiles
         from numba.core.registry import cpu_target
+        from numba.core.runtime import rtsys
 
-        _ = cpu_target.target_context  # which tells LLVM of them, with python -O, too
+        rtsys.initialize(cpu_target.target_context)
     if names := missing():
         raise LookupError(f"{names}: not there")
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
