@@ -208,7 +208,7 @@ def _load(needed: Iterable[str], code: bytes) -> Loop:
                     binding.add_symbol(begin + name, address)
     if missing():  # numba has them elsewhere, and tells LLVM of them before it compiles
         from numba.core.registry import cpu_target
-        from numba.core.runtime import rtsys
+        from numba.core.runtime.nrt import rtsys
 
         rtsys.initialize(cpu_target.target_context)
     if names := missing():
