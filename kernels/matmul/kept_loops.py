@@ -14,8 +14,9 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
@@ -38,6 +39,8 @@ _OPTIONS: dict[str, Any] = {
 # Modules of numba that are libraries in C, and how LLVM's names of their functions begin.
 _LIBRARIES = {"numba.core.runtime._nrt_python": "NRT_", "numba._helperlib": "numba_"}
 _DIGEST = 32  # bytes
+_PATIENCE = 60.0  # seconds to wait for another process that compiles a loop
+_LOOK = 0.02  # seconds between two looks whether it has ended
 _one_at_a_time = threading.Lock()
 
 
@@ -94,19 +97,60 @@ def _loop(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Loop:
     own = hashlib.sha256(repr(about).encode())
     name = f"{make.__name__}-{own.hexdigest()[:16]}.loop"
     own.update(_WRITTEN)  # not in the name: what was compiled of older texts is written over
-    for folder in _folders():
-        if kept := _read(folder / name, own.digest()):
-            with suppress(LookupError):  # of another numba
-                return _load(*kept)
+    if (found := _kept(name, own.digest())) is not None:
+        return found
     writable = next(filter(_can_be_written, _folders()), None)
     if writable is None:
         raise ImportError(  # compiling for seconds at each start would cost more than it gains
             "loops that numba compiles for this CPU are kept on disk, and no folder can be "
             f"written ({', '.join(map(str, _folders()))}): set NUMBA_CACHE_DIR to one"
         )
-    needed, code = _compile(make(*arguments))
-    _write(writable / name, own.digest(), needed, code)
+    with _one_process(writable / f"{name}.lock"):
+        if (found := _kept(name, own.digest())) is not None:  # another one has compiled it
+            return found
+        needed, code = _compile(make(*arguments))
+        _write(writable / name, own.digest(), needed, code)
     return _load(needed, code)
+
+
+def _kept(name: str, own: bytes) -> Loop | None:
+    """Return a loop that some folder has."""
+    for folder in _folders():
+        if kept := _read(folder / name, own):
+            with suppress(LookupError):  # of another numba
+                return _load(*kept)
+    return None
+
+
+@contextmanager
+def _one_process(path: Path) -> Iterator[None]:
+    """Have one process at a time in this block: ranks that start together compile a loop once.
+
+    One that is stopped there, or a file system without locks, keeps nobody from going on.
+    """
+    import fcntl
+
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError:
+        yield
+        return
+    end = time.monotonic() + _PATIENCE
+    try:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            path.unlink()
 
 
 def _compiler() -> Iterator[str]:

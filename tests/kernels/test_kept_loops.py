@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,56 @@ def test_threads_compile_a_loop_once(times_compiled: list[Any]) -> None:
         for found in pool.map(loop, [3] * 8):
             assert applied(found, 1) == 8
     assert len(times_compiled) == 1
+
+
+TOGETHER = """
+import sys
+import torch
+from vllm_module.kernels.matmul import kept_loops
+from vllm_module.kernels.experts.compiled_routing import compiled_order
+
+original = kept_loops._compile
+def compile_it(function):
+    print("compiled")
+    return original(function)
+kept_loops._compile = compile_it
+print("ready", flush=True)
+sys.stdin.readline()
+assert compiled_order().address
+"""
+
+
+def test_processes_that_start_together_compile_a_loop_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # An empty folder.
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
+    command = [sys.executable, "-c", TOGETHER]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        processes = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(3)]
+        for each in processes:
+            assert each.stdout.readline() == "ready\n"
+        for each in processes:
+            each.stdin.write("\n")
+            each.stdin.flush()
+        said = [each.communicate(timeout=300)[0] for each in processes]
+    assert [each.returncode for each in processes] == [0, 0, 0]
+    assert sorted(said) == ["", "", "compiled\n"]
+    assert kept(tmp_path).suffix == ".loop"  # and no lock is left
+
+
+def test_a_process_that_is_stopped_while_it_compiles_is_not_waited_for_long(
+    times_compiled: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loop()
+    path = kept(tmp_path)
+    path.rename(tmp_path / "old")
+    # The limit is a minute.
+    monkeypatch.setattr(kept_loops, "_PATIENCE", 0.1)
+    with kept_loops._one_process(path.with_name(f"{path.name}.lock")):  # as the stopped one does
+        assert applied(loop(), 5) == 40
+    assert len(times_compiled) == 2
 
 
 def test_damaged_loops_are_compiled_again(times_compiled: list[Any], tmp_path: Path) -> None:
