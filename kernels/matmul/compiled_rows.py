@@ -165,7 +165,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     its shape; whether ``x`` is bfloat16, not float32, and whether ``y`` is; and the address of the
     input of each number in a row, int64, or 0. The outputs of ``y`` are padded to a multiple of 8.
     The other arguments are those of :class:`~vllm_module.kernels.matmul.code_rows.CodeRows`. The
-    first call on a machine compiles for some seconds; numba keeps the result in its cache.
+    first call on a machine compiles for some seconds; the result is kept.
 
     Args:
         kind: how the weight is stored, which the compiler knows.
