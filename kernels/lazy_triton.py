@@ -70,6 +70,7 @@ class _Kernel(_StandIn):
                 for names in reversed(_reached(self.names, {}).values()):
                     others = [each for each in [*names.items()] if isinstance(each[1], _StandIn)]
                     names |= {name: _of_triton(each) for name, each in others}
+                self.jitted()  # once, also of a kernel that no module names
                 self._ready = True
         return self.jitted()
 

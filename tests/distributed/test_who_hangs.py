@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -31,6 +32,24 @@ def plan() -> TransferPlan:
     return TransferPlan(whole.layout(2), whole.layout(1))
 
 
+def on_ranks(
+    work: Callable[[int, dist.ProcessGroup], None], expected: tuple[type[Exception], ...]
+) -> None:
+    """Call ``work`` together on ranks, which are threads here, and expect an error of each."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        group = private_group(store, rank, SIZE, torch.device("cpu"), timedelta(seconds=LIMIT))
+        try:
+            with pytest.raises(expected):
+                together(lambda: work(rank, group), timeout=LIMIT, group=group)
+        finally:
+            group.shutdown()
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        list(threads.map(run, range(SIZE)))
+
+
 RING = {0: 1, 1: 2, 2: 0}
 CASES: dict[str, tuple[list[dict[int, int]], int, int, int]] = {
     # What ranks say one after another (-1: nothing any more), who waits for whom, who is named.
@@ -48,44 +67,34 @@ CASES: dict[str, tuple[list[dict[int, int]], int, int, int]] = {
 def test_the_rank_that_waits_for_none_is_named(case: str) -> None:
     """It is the end of what all have said; a rank never names itself."""
     said, who, peer, named = CASES[case]
-    store, told = dist.HashStore(), threading.Barrier(SIZE)
+    told = threading.Barrier(SIZE)
     last = {rank: (len(said), to) for rank, to in said[-1].items()}
     errors: list[Exception] = []
 
-    def run(rank: int) -> None:
-        group = private_group(store, rank, SIZE, torch.device("cpu"), timedelta(seconds=LIMIT))
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        waiting, call = Waiting(group), call_with(group)
+        assert call is not None
+        for step in said:
+            match step.get(rank):
+                case None:
+                    pass
+                case -1:
+                    waiting.say()
+                case to:
+                    waiting.say(to, "w")
+        end = time.monotonic() + LIMIT
+        # No public function tells what others have said so far.
+        while {r: each[:1] for r, each in call._news.waits.items()} != {
+            r: each[:1] for r, each in last.items()
+        }:
+            assert time.monotonic() < end, "news have not arrived"
+            time.sleep(0.01)
+        told.wait(LIMIT)
+        if rank == who:
+            errors.append(RankTransfer(plan(), group, 5.0, "")._late(peer, "w"))
+            raise errors[0]
 
-        def work() -> None:
-            waiting, call = Waiting(group), call_with(group)
-            assert call is not None
-            for step in said:
-                match step.get(rank):
-                    case None:
-                        pass
-                    case -1:
-                        waiting.say()
-                    case to:
-                        waiting.say(to, "w")
-            end = time.monotonic() + LIMIT
-            # No public function tells what others have said so far.
-            while {r: each[:1] for r, each in call._news.waits.items()} != {
-                r: each[:1] for r, each in last.items()
-            }:
-                assert time.monotonic() < end, "news have not arrived"
-                time.sleep(0.01)
-            told.wait(LIMIT)
-            if rank == who:
-                errors.append(RankTransfer(plan(), group, 5.0, "")._late(peer, "w"))
-                raise errors[0]
-
-        try:
-            with pytest.raises((RankError, WeightReadError)):
-                together(work, timeout=LIMIT, group=group)
-        finally:
-            group.shutdown()
-
-    with ThreadPoolExecutor(SIZE) as threads:
-        list(threads.map(run, range(SIZE)))
+    on_ranks(work, (RankError, WeightReadError))
     (error,) = errors
     assert str(error).startswith(f"rank {named} ended, left or hangs")
     assert ("which waits for it" in str(error)) == (named != peer)
@@ -95,38 +104,27 @@ def test_the_rank_that_waits_for_none_is_named(case: str) -> None:
 
 def test_a_peer_that_left_for_another_one_is_not_blamed() -> None:
     """A message fails when its peer leaves, which it does when it is told that a third failed."""
-    store = dist.HashStore()
     errors: list[Exception] = []
 
-    def run(rank: int) -> None:
-        group = private_group(store, rank, SIZE, torch.device("cpu"), timedelta(seconds=LIMIT))
-
-        def work() -> None:
-            if rank == 2:
-                raise LookupError("of the third")
-            call, end = call_with(group), time.monotonic() + LIMIT
-            assert call is not None
-            if rank == 1:
-                return
-            transfer = RankTransfer(plan(), group, 5.0, "")
-            while not call._failures:  # no public function tells what others have said so far
-                assert time.monotonic() < end, "news have not arrived"
-                time.sleep(0.01)
-            try:
-                with transfer._naming(1, [(SimpleNamespace(name="w"), 0)]):
-                    raise RuntimeError("Connection closed by peer")
-            except (RankError, WeightReadError) as error:
-                errors.append(error)
-                raise
-
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        if rank == 2:
+            raise LookupError("of the third")
+        call, end = call_with(group), time.monotonic() + LIMIT
+        assert call is not None
+        if rank == 1:
+            return
+        transfer = RankTransfer(plan(), group, 5.0, "")
+        while not call._failures:  # no public function tells what others have said so far
+            assert time.monotonic() < end, "news have not arrived"
+            time.sleep(0.01)
         try:
-            with pytest.raises((RankError, LookupError)):
-                together(work, timeout=LIMIT, group=group)
-        finally:
-            group.shutdown()
+            with transfer._naming(1, [(SimpleNamespace(name="w"), 0)]):
+                raise RuntimeError("Connection closed by peer")
+        except (RankError, WeightReadError) as error:
+            errors.append(error)
+            raise
 
-    with ThreadPoolExecutor(SIZE) as threads:
-        list(threads.map(run, range(SIZE)))
+    on_ranks(work, (RankError, LookupError))
     (error,) = errors
     assert str(error).startswith("rank 2 of 3 failed: LookupError: of the third\n")
     assert "Rank 1 was to send or take w" in str(error)

@@ -51,7 +51,7 @@ def times_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]
         seen.append(function)
         return original(function)
 
-    # Nothing else says whether a loop was loaded.
+    # Nothing else says whether a loop was loaded or compiled.
     monkeypatch.setattr(kept_loops, "_compile", compile_it)
     return seen
 
@@ -159,7 +159,7 @@ def test_a_changed_text_is_compiled_again_and_the_old_loop_is_gone(
 ) -> None:
     text = tmp_path / "compiled_text.py"
     text.write_text("a")
-    # One of the files is edited.
+    # One of the files is edited, and a process that starts then reads them.
     monkeypatch.setattr(kept_loops, "TEXTS", (*kept_loops.TEXTS, text))
     monkeypatch.setattr(kept_loops, "_WRITTEN", kept_loops._written())
     loop()

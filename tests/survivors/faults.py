@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+Placed: TypeAlias = ast.expr | ast.stmt | ast.keyword  # nodes with a place in the text
 
 
 class Fault(NamedTuple):
@@ -66,24 +68,23 @@ class _Finder(ast.NodeVisitor):
             self._lines.append(self._lines[-1] + len(line.encode()))
         self._in_function = False
 
-    def _span(self, node: ast.AST) -> tuple[int, int]:
-        at: ast.expr = node  # type: ignore[assignment]  # what is found has a place
-        assert at.end_lineno is not None
-        assert at.end_col_offset is not None
-        end = self._lines[at.end_lineno - 1] + at.end_col_offset
-        return self._lines[at.lineno - 1] + at.col_offset, end
+    def _span(self, node: Placed) -> tuple[int, int]:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        end = self._lines[node.end_lineno - 1] + node.end_col_offset
+        return self._lines[node.lineno - 1] + node.col_offset, end
 
-    def _source(self, node: ast.AST) -> str:
+    def _source(self, node: Placed) -> str:
         start, end = self._span(node)
         return self._text[start:end].decode()
 
-    def _add(self, node: ast.AST, new: str, kind: str, span: tuple[int, int] | None = None) -> None:
+    def _add(self, node: Placed, new: str, kind: str, span: tuple[int, int] | None = None) -> None:
         start, end = span or self._span(node)
-        old, line = self._text[start:end].decode(), node.lineno  # type: ignore[attr-defined]
+        old, line = self._text[start:end].decode(), node.lineno
         if old != new:
             self.faults.append(Fault(line, start, end, old, new, kind))
 
-    def _between(self, first: ast.AST, second: ast.AST, pair: tuple[str, str], kind: str) -> None:
+    def _between(self, first: Placed, second: Placed, pair: tuple[str, str], kind: str) -> None:
         """Replace the operator between two nodes."""
         start, end = self._span(first)[1], self._span(second)[0]
         old = self._text[start:end].decode()

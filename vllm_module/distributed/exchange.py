@@ -80,7 +80,7 @@ def together(
             lost = isinstance(error, RankError) and not error.recoverable
             return _Refusal(f"failed: {describe_error(error)}", lost)
 
-    depth = _depth_of(group)
+    depth = sum(1 for _ in _calls_with(group))
     with _alone(group, depth):
         exchange = _Exchange(group, rank, size, depth)
         try:
@@ -113,21 +113,18 @@ def failure_of_others() -> Callable[..., str]:
     return exchange.failure if exchange is not None else lambda hanging=(), how="": how
 
 
-def _depth_of(group: dist.ProcessGroup | None) -> int:
-    """Return in how many calls of :func:`together` with ``group`` this thread is."""
-    exchange, depth = _current.get(), 0
-    while exchange is not None:
-        depth += exchange.is_of(group)
-        exchange = exchange.outer
-    return depth
-
-
 def call_with(group: dist.ProcessGroup | None) -> _Exchange | None:
     """Return the call of :func:`together` with ``group`` whose work this thread does."""
+    return next(_calls_with(group), None)
+
+
+def _calls_with(group: dist.ProcessGroup | None) -> Iterator[_Exchange]:
+    """Yield the calls of :func:`together` with ``group`` that this thread is in, from inside."""
     exchange = _current.get()
-    while exchange is not None and not exchange.is_of(group):
+    while exchange is not None:
+        if exchange.is_of(group):
+            yield exchange
         exchange = exchange.outer
-    return exchange
 
 
 class _Refusal(NamedTuple):
