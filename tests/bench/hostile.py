@@ -67,14 +67,20 @@ def asked_for(of: dict[str, Any]) -> dict[str, Any]:
 BODIES: dict[str, tuple[Callable[[], bytes], int]] = {
     "a prompt of 16 MB": (lambda: body(prompt="word " * (3 * MIB)), 400),
     "16 MB to tokenize": (lambda: json.dumps({"prompt": "word " * (3 * MIB)}).encode(), 200),
-    "7 million token ids": (lambda: b'{"prompt": [' + b"1," * (7 * MIB) + b"1]}", 400),
+    "7 million token ids": (lambda: b'{"prompt": [' + b"1," * (7 * MIB) + b"1]}", 413),
     "800,000 objects": (
-        lambda: b'{"prompt": [' + b'{"a": "b", "c": 1},' * 800_000 + b"{}]}", 400,
+        lambda: b'{"prompt": [' + b'{"a": "b", "c": 1},' * 800_000 + b"{}]}", 413,
     ),
-    "a million brackets": (lambda: b"[" * MIB, 400),
+    "the most token ids": (lambda: b'{"prompt": [' + b"1," * 262_000 + b"1]}", 400),
+    "the most objects": (
+        lambda: b'{"prompt": [' + b'{"a": "b", "c": 1},' * 87_000 + b"{}]}", 400,
+    ),
+    "16 MB of quotes": (lambda: b'{"prompt": [' + b'"",' * (5 * MIB) + b'""]}', 413),
+    "16 MB of escapes": (lambda: b'{"prompt": "' + b"\\\\" * (7 * MIB) + b'"}', 400),
+    "a million brackets": (lambda: b"[" * MIB, 413),
     "a body above the limit": (lambda: b" " * (17 * MIB), 413),
     "300,000 wrong entries": (
-        lambda: body(**{f"x{i}": i for i in range(300_000)}), 400,
+        lambda: body(**{f"x{i}": i for i in range(300_000)}), 413,
     ),
     "a schema that grows": (lambda: body(response_format=asked_for(schema(30))), 400),
     "a pattern that grows": (

@@ -141,7 +141,7 @@ def serving(
 ) -> Iterator[Served]:
     state = State(["tiny", "other-name"], options.pop("max_prompts", 64), llm)
     bounds = {name: options.pop(name) for name in Limits.__annotations__ if name in options}
-    limits = Limits(**{"body_bytes": 1 << 20, **bounds})
+    limits = Limits(**{"body_bytes": 4 << 20, **bounds})
     keys = Keys(options.pop("keys", [KEY, "sk-two"]), options.pop("admin", [ADMIN]))
     app = application(state, keys, limits)
     listener = Listener(app, address or Address(port=0), limits, **options)

@@ -160,8 +160,9 @@ def test_tokens_and_back(server: Any, folder: Path) -> None:
     code, found = server.ask("POST", "/tokenize", body)
     assert (code, found["tokens"]) == (200, library.encode(long).ids)
     assert found["token_strs"] == library.encode(long).tokens
-    code, found = server.ask("POST", "/detokenize", {"tokens": found["tokens"]})
-    assert (code, found["prompt"]) == (200, library.decode(library.encode(long).ids))
+    some = found["tokens"][:50_000]  # of which a body may have 65,536
+    code, found = server.ask("POST", "/detokenize", {"tokens": some})
+    assert (code, found["prompt"]) == (200, library.decode(some))
     code, found = server.ask("POST", "/tokenize", {"prompt": "né", "return_token_strs": True})
     assert (code, found["count"], found["max_model_len"]) == (200, 3, 1024)
     assert found["token_strs"] == ["n", "Ã", "©"]

@@ -31,6 +31,11 @@ class Limits:
     client_seconds: float = 30.0
     header_bytes: int = 64 << 10
 
+    @property
+    def body_values(self) -> int:
+        """Most JSON values of a body, names not counted: one for 64 bytes of the largest body."""
+        return self.body_bytes >> 6
+
 
 class Connection(H11Protocol):
     """A connection of uvicorn's, with limits of time that uvicorn has not.

@@ -7,13 +7,11 @@ import hashlib
 import hmac
 import json
 import logging
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import pydantic_core
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -21,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_module.server.connection import Limits
 from vllm_module.server.errors import ApiError, as_api_error
+from vllm_module.server.json_body import read_json
 from vllm_module.server.protocol import Body
 
 Events = AsyncGenerator[dict[str, Any], None]
@@ -28,11 +27,8 @@ Answer = dict[str, Any] | list[Any] | str | Events
 Handler = Callable[[Any, Any], Awaitable[Answer]]
 Right = Literal["open", "api", "admin"]
 
-_EXPONENT = re.compile(rb"[eE]\+?[0-9]{2}")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 SMALL_BODY = 1 << 16  # bytes of a body that is checked before another request is
-_TWO_DIGITS = re.compile(rb"[0-9](?=[0-9])")
-_STRIDE = 99  # of digits that are looked at in a body
 _STREAMED = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -171,16 +167,7 @@ class HandlerEndpoint(Endpoint):
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another origin cannot send unasked
             raise ApiError(415, "send the body with 'Content-Type: application/json'")
-        try:
-            given = pydantic_core.from_json(data, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is no JSON: {error}") from None
-        try:
-            if _may_have_infinity(data):
-                json.dumps(given, allow_nan=False)  # raises for a number that became infinite
-        except ValueError:
-            raise ApiError(400, "the body has a number that is too large for a float") from None
-        return self.kind.of(given)
+        return self.kind.of(read_json(data, self.limits.body_values))
 
     async def _work(self, body: Body, request: Request, send: Send, large: bool) -> None:
         answer = await self.handler(self.state, body)
@@ -220,21 +207,6 @@ class HandlerEndpoint(Endpoint):
                 await send({"type": "http.response.body", "body": b""})
                 raise
         await send({"type": "http.response.body", "body": end})
-
-
-def _may_have_infinity(data: bytes) -> bool:
-    """Return whether a number of a body may become infinite when it is read.
-
-    Only one with a large exponent, or with 200 digits, can. A search holds the GIL, so two quick
-    ones stand for a pattern that tries each digit.
-    """
-    if any(data[at.start() - 1 : at.start()].isdigit() for at in _EXPONENT.finditer(data)):
-        return True
-    seen = data[::_STRIDE]  # two neighbours are among any 200 digits
-    return any(
-        data[at.start() * _STRIDE : (at.start() + 1) * _STRIDE + 1].isdigit()
-        for at in _TWO_DIGITS.finditer(seen)
-    )
 
 
 async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import pydantic_core
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Send
@@ -33,6 +32,7 @@ from vllm_module.server.endpoint import (
     work_until_gone,
 )
 from vllm_module.server.errors import ApiError
+from vllm_module.server.json_body import read_json
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # What each engine has of its own, so all of them have to do it.
@@ -151,9 +151,9 @@ class _Forward(Endpoint):
         ends them.
         """
         if len(asked.body) > SMALL_BODY:  # other answers are passed on meanwhile
-            model, prefixes = await asyncio.to_thread(_aim_of, asked.body)
+            model, prefixes = await asyncio.to_thread(_aim_of, asked.body, self.limits)
         else:
-            model, prefixes = _aim_of(asked.body)
+            model, prefixes = _aim_of(asked.body, self.limits)
         tried, ended = set[Any](), 0
         answer: _Whole | None = None
         async with self.state.asking(model):
@@ -233,7 +233,7 @@ class _Forward(Endpoint):
         If requests use it, none unloads it; an engine may still have one whose client has gone. One
         that has unloaded it before, when another could not, is no reason to refuse.
         """
-        given = _fields(asked.body)
+        given = _fields(asked.body, self.limits)
         name = str(given.get("lora_name"))
         async with self.state.changing(name):
             if self.path == _UNLOAD and (count := self.state.asked[name]):
@@ -321,18 +321,18 @@ def _is_stream(answer: BackendAnswer) -> bool:
     return answer.status == 200 and kind.startswith(b"text/event-stream")
 
 
-def _fields(body: bytes) -> dict[str, Any]:
+def _fields(body: bytes, limits: Limits) -> dict[str, Any]:
     """Return what a body gives; nothing for one that a backend refuses."""
     try:
-        given = pydantic_core.from_json(body)
-    except ValueError:
+        given = read_json(body, limits.body_values)
+    except ApiError:
         return {}
     return given if isinstance(given, dict) else {}
 
 
-def _aim_of(body: bytes) -> tuple[str, list[int]]:
+def _aim_of(body: bytes, limits: Limits) -> tuple[str, list[int]]:
     """Return the model that a body names, and hashes of prefixes of what its pages depend on."""
-    given = _fields(body)
+    given = _fields(body, limits)
     prompt = json.dumps([given[name] for name in _PROMPT if name in given])
     return str(given.get("model")), prefixes_of(prompt.encode())
 

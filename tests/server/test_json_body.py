@@ -1,0 +1,64 @@
+"""A body is read once it is known to have few JSON values, which are counted first."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_module.server import json_body
+from vllm_module.server.errors import ApiError
+from vllm_module.server.json_body import count_values, read_json
+
+# Texts that look like what is counted, and end in runs of backslashes.
+texts = st.text(alphabet='",[]{}:\\ é\n', max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def begun(value: Any) -> int:
+    """Return how many values there are, and one more for each empty list or object."""
+    if isinstance(value, (list, dict)):
+        inner = value.values() if isinstance(value, dict) else value
+        return 1 + (sum(map(begun, inner)) or 1)
+    return 1
+
+
+@settings(deadline=None, max_examples=300)
+@given(values, st.booleans(), st.sampled_from([2, 4, 6, 64, 1 << 16]))
+def test_values_are_counted_as_python_reads_them(value: Any, ascii: bool, piece: int) -> None:
+    """Whatever is in texts, and wherever a piece ends."""
+    data = json.dumps(value, ensure_ascii=ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_PIECE", piece)  # so that small bodies have many edges
+        assert count_values(data) == begun(json.loads(data))
+
+
+@pytest.mark.parametrize("edge", range((1 << 16) - 6, (1 << 16) + 6))
+@pytest.mark.parametrize("run", [rb"\\", rb"\"", rb"\\\"", rb"\\\\\"", rb"\\\\"])
+def test_edges_of_real_pieces(edge: int, run: bytes) -> None:
+    """A run of backslashes that crosses an edge is read as one."""
+    head = b'["'
+    data = head + b"x" * (edge - len(head)) + run + b'", 1, {"a,": [2]}]'
+    assert count_values(data) == begun(json.loads(data)) == 6
+
+
+def test_the_limit_is_exact() -> None:
+    """As many values as are allowed are read, and one more is not, in bodies of any size."""
+    for most in (3, 1000, 70_000, 262_144):
+        whole = json.dumps(["a,b"] * (most - 1)).encode()
+        assert len(read_json(whole, most)) == most - 1
+        with pytest.raises(ApiError, match=f"more than {most} JSON values") as refused:
+            read_json(json.dumps(["a,b"] * most).encode(), most)
+        assert (refused.value.status, refused.value.code) == (413, "body_too_large")
+
+
+def test_texts_have_no_limit_but_the_bodys() -> None:
+    text = 'a,[{"\\' * 200_000
+    assert read_json(json.dumps({"prompt": text}).encode(), 10) == {"prompt": text}
