@@ -20,6 +20,7 @@ from vllm_module.layers import (
 )
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaAttention, LlamaConfig
+from vllm_module.models.olmo2 import Olmo2RMSNorm
 from vllm_module.parameters import ColumnvLLMParameter, Dim
 
 _YARN = {
@@ -91,11 +92,13 @@ class GptOssMLP(vLLMModule):
 
 
 class GptOssDecoderLayer(DecoderLayer):
+    norm_class = Olmo2RMSNorm
     attention_class = GptOssAttention
     mlp_class = GptOssMLP
 
 
 class GptOssModel(DecoderModel):
+    norm_class = Olmo2RMSNorm
     layer_class = GptOssDecoderLayer
 
 

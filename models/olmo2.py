@@ -23,14 +23,20 @@ class Olmo2Config(LlamaConfig):
     rms_norm_eps: Positive = 1e-5
 
 
+class Olmo2RMSNorm(RMSNorm):
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps, weight_offset=0.0)  # rounds once
+
+
 class Olmo2Attention(LlamaAttention):
     sole_readers = {"hidden_states": "qkv_proj", "rotary_emb": "attn"}
+    weight_offset: float | None = 0.0  # as in Olmo2RMSNorm
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)
         q, k, _ = self.qkv_proj.output.slots
-        self.q_norm = ShardedRMSNorm(q, config.rms_norm_eps)
-        self.k_norm = ShardedRMSNorm(k, config.rms_norm_eps)
+        self.q_norm = ShardedRMSNorm(q, config.rms_norm_eps, weight_offset=self.weight_offset)
+        self.k_norm = ShardedRMSNorm(k, config.rms_norm_eps, weight_offset=self.weight_offset)
 
     def forward(
         self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
@@ -46,9 +52,9 @@ class Olmo2DecoderLayer(vLLMModule):
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Olmo2Attention(config, rotary_emb, layer_idx)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Olmo2RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
-        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = Olmo2RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -64,6 +70,7 @@ class Olmo2DecoderLayer(vLLMModule):
 
 
 class Olmo2Model(DecoderModel):
+    norm_class = Olmo2RMSNorm
     layer_class = Olmo2DecoderLayer
 
 

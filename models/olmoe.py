@@ -22,8 +22,12 @@ class OlmoeConfig(LlamaConfig):
         return self.intermediate_size
 
 
+class OlmoeAttention(Olmo2Attention):
+    weight_offset = None
+
+
 class OlmoeDecoderLayer(DecoderLayer):
-    attention_class = Olmo2Attention
+    attention_class = OlmoeAttention
     mlp_class = Qwen3MoeSparseMoeBlock
 
 

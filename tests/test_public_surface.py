@@ -140,7 +140,7 @@ FusedMoE(num_experts, top_k, hidden_size, intermediate_size, params_dtype=None, 
     block=None, transposed=False, interleaved=False)
 GatedDeltaNet(hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, conv_kernel=4,
     eps=1e-06)
-GatedRMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
+GatedRMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=None)
 GeluAndMul(approximate='none')
 GroupedGatedRMSNorm(hidden_size, groups, eps, norm_before_gate=False)
 LayerNorm(hidden_size, eps=1e-05, bias=True, params_dtype=None)
@@ -159,7 +159,7 @@ Positions(tensor)
 QKVParallelLinear(hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True,
     skip_bias_add=False, params_dtype=None, *, shard_names=('q_proj', 'k_proj', 'v_proj'),
     stored_rotary_pairs=False, groups=None)
-RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=0.0)
+RMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=None)
 RecurrentLayer()
 ReplicatedLinear(input_size, output_size, bias=True, skip_bias_add=False, params_dtype=None, *,
     output=None)
@@ -168,7 +168,7 @@ RotaryEmbedding(head_size, max_position, base=10000.0, scaling=None, rotary_dim=
 Router(hidden_size, num_experts, bias=False, params_dtype=None, *, e_score_correction_bias=False)
 RowParallelLinear(input_size, output_size, bias=True, input_is_parallel=True,
     skip_bias_add=False, params_dtype=None, reduce_results=True)
-ShardedRMSNorm(slot, eps=1e-06, params_dtype=None)
+ShardedRMSNorm(slot, eps=1e-06, params_dtype=None, weight_offset=None)
 SiluAndMul()
 SwigluOAIAndMul(alpha=1.702, limit=7.0)
 VocabParallelEmbedding(num_embeddings, embedding_dim, params_dtype=None, padding_size=64)

@@ -99,7 +99,7 @@ def rotate_on_pages(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    weight_offset: float,
+    weight_offset: float | None,
 ) -> None:
     """Normalize and rotate heads in place, and store keys and values.
 
@@ -116,7 +116,8 @@ def rotate_on_pages(
         *(v_cache.data_ptr(), *v_cache.stride()[:3]),
         *(k_cache.shape[1], slots.data_ptr(), slots.stride(0)),
         *(0 if x is None else x.data_ptr() for x in (q_weight, k_weight)),
-        *(bits_of(eps), bits_of(weight_offset), query.dtype == torch.bfloat16),
+        *(bits_of(eps), bits_of(weight_offset or 0.0), weight_offset is None),
+        query.dtype == torch.bfloat16,
     )
     _rotation(torch.get_num_threads())(numbers)
 

@@ -64,11 +64,11 @@ def _norm(x: Any, eps: Any) -> Any:
     return np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
 
 
-def _normalize(x: Any, weight: Any, eps: Any, offset: Any, narrow: Any) -> None:
+def _normalize(x: Any, weight: Any, eps: Any, offset: Any, early: Any, narrow: Any) -> None:
     """Replace a head by its root mean square norm, if there is a weight."""
     if len(weight):
         factor = _norm(x, eps)
-        if narrow and not offset:
+        if narrow and early:
             for feature in range(len(x)):
                 x[feature] = rounded(rounded(x[feature] * factor) * weight[feature])
         else:
@@ -192,8 +192,9 @@ def compiled_rotation() -> Any:
     such strides; KV heads; head size; cos and sin, with the stride of tokens; the number of pairs,
     the distance of one pair from the next, and that within a pair; caches of keys and values, with
     strides of pages, tokens and heads; page size; slots, int64, with their stride; weights of query
-    and key, or 0; eps; the offset of the weights; whether all but cos and sin are bfloat16, or all
-    are float32. The query is written. A slot below 0 stores nothing.
+    and key, or 0; eps; the offset of the weights; whether a norm is rounded before the weight
+    multiplies; whether all but cos and sin are bfloat16, or all are float32. The query is written.
+    A slot below 0 stores nothing.
 
     Raises:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
@@ -205,11 +206,11 @@ def compiled_rotation() -> Any:
         register_jitable(function)
 
     def rotate(argument: Any) -> None:
-        at = numbers(argument, np.int64, (36,))
+        at = numbers(argument, np.int64, (37,))
         columns, pairs, step, apart, page_size = at[12], at[17], at[18], at[19], at[28]
         eps = np.float32(np.int64(at[33]).view(np.float64))
         offset = np.float32(np.int64(at[34]).view(np.float64))
-        narrow = at[35]
+        early, narrow = at[35], at[36]
         size = 2 if narrow else 4
         q_weight = np.empty(columns if at[31] else 0, np.float32)
         k_weight = np.empty(columns if at[32] else 0, np.float32)
@@ -222,7 +223,7 @@ def compiled_rotation() -> Any:
             for index in range(at[4]):
                 place = at[1] + size * (token * at[2] + index * at[3])
                 load(place, narrow, head)
-                _normalize(head, q_weight, eps, offset, narrow)
+                _normalize(head, q_weight, eps, offset, early, narrow)
                 _rotate(head, cos, sin, step, apart, rotated)
                 store(rotated, place, narrow)
             slot = numbers(at[29] + 8 * token * at[30], np.int64, (1,))[0]
@@ -231,7 +232,7 @@ def compiled_rotation() -> Any:
             page, inside = slot // page_size, slot % page_size
             for index in range(at[11]):
                 load(at[5] + size * (token * at[6] + index * at[7]), narrow, head)
-                _normalize(head, k_weight, eps, offset, narrow)
+                _normalize(head, k_weight, eps, offset, early, narrow)
                 _rotate(head, cos, sin, step, apart, rotated)
                 place = page * at[21] + inside * at[22] + index * at[23]
                 store(rotated, at[20] + size * place, narrow)

@@ -55,7 +55,7 @@ def rotate_and_cache(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
     *,
     layout: PagedLayout | None = None,
 ) -> torch.Tensor:
@@ -147,7 +147,7 @@ def rotate_and_cache_reference(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    weight_offset: float,
+    weight_offset: float | None,
 ) -> None:
     """Normalize, rotate and store in plain torch; see :func:`rotate_and_cache`."""
     _in_place(

@@ -42,7 +42,7 @@ def rotate_and_cache_mla(
     scale: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
     is_neox_style: bool = True,
 ) -> None:
     """Rotate queries and keys, and store each normalized latent and rotated key in its cache slot.
@@ -101,7 +101,7 @@ def rotate_and_cache_mla_reference(
     scale: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    weight_offset: float,
+    weight_offset: float | None,
     is_neox_style: bool,
 ) -> None:
     """Normalize, rotate and store in plain torch; see :func:`rotate_and_cache_mla`."""

@@ -37,8 +37,8 @@ def compiled_norm() -> Any:
     """Return the root mean square norm of rows, and of their sum with a residual.
 
     Arguments: rows; columns; ``x``; the residual, or 0; the weight; what is written: the norm, and
-    the sum if there is a residual; eps; the offset of the weight; whether all are bfloat16. Tensors
-    are contiguous.
+    the sum if there is a residual; eps; the offset of the weight; whether the norm is rounded
+    before the weight multiplies; whether all are bfloat16. Tensors are contiguous.
 
     Raises:
         ImportError: numba is not installed, or torch has no threads of OpenMP.
@@ -50,8 +50,8 @@ def compiled_norm() -> Any:
         register_jitable(function)
 
     def normalize(argument: Any) -> None:
-        at = numbers(argument, np.int64, (10,))
-        rows, columns, narrow = at[0], at[1], at[9]
+        at = numbers(argument, np.int64, (11,))
+        rows, columns, early, narrow = at[0], at[1], at[9], at[10]
         eps = np.float32(np.int64(at[7]).view(np.float64))
         offset = np.float32(np.int64(at[8]).view(np.float64))
         size = 2 if narrow else 4
@@ -71,7 +71,7 @@ def compiled_norm() -> Any:
             for column in range(columns):
                 total += x[column] * x[column]
             factor = np.float32(1) / np.sqrt(total / np.float32(columns) + eps)
-            if narrow and not offset:
+            if narrow and early:
                 for column in range(columns):
                     x[column] = rounded(x[column] * factor) * weight[column]
             else:

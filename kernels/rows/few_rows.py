@@ -38,7 +38,7 @@ def norm_few_rows(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    weight_offset: float,
+    weight_offset: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of ``x``, or of its sum with a residual, and the sum.
 
@@ -50,8 +50,8 @@ def norm_few_rows(
     rows = x.numel() // columns
     _norm(_threads(x))((
         rows, columns, x.data_ptr(), 0 if residual is None else residual.data_ptr(),
-        weight.data_ptr(), y.data_ptr(), total.data_ptr(), bits_of(eps), bits_of(weight_offset),
-        x.dtype == torch.bfloat16,
+        weight.data_ptr(), y.data_ptr(), total.data_ptr(), bits_of(eps),
+        bits_of(weight_offset or 0.0), weight_offset is None, x.dtype == torch.bfloat16,
     ))  # fmt: skip
     return y, total
 

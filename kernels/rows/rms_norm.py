@@ -35,18 +35,18 @@ _CANDIDATES = {"launched in turn": False, "launched early": True}
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float | None = None
 ) -> torch.Tensor:
     """Divide each row by the root of its mean square, and multiply by ``weight``.
 
-    The norm is computed in float32 and rounded to ``x.dtype`` before it is multiplied, as in
-    transformers. With an offset, as for Gemma, everything is computed in float32 and rounded once.
+    The norm is computed in float32 and rounded to ``x.dtype`` before it is multiplied, as in Llama.
+    With an offset everything is computed in float32 and rounded once: 1 in Gemma, 0 in OLMo 2.
 
     Args:
         x: ``[..., columns]``, floating point, at most 65536 columns.
         weight: ``[columns]``, floating point.
         eps: constant added to the mean square.
-        weight_offset: constant added to the weight, in float32.
+        weight_offset: constant added to the weight, in float32; ``None`` rounds before.
 
     Returns:
         ``[..., columns]`` in the dtype to which ``x`` and ``weight`` promote.
@@ -67,7 +67,7 @@ def fused_add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of ``x + residual``, and the sum, which is the new residual.
 
@@ -89,7 +89,7 @@ def rms_norm_quantize(
     dtype: torch.dtype = torch.float8_e4m3fn,
     group: int | None = None,
     scale: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the norm, quantized as by :func:`~vllm_module.kernels.rows.quantize.quantize`.
 
@@ -133,10 +133,10 @@ def _check(
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float | None = None
 ) -> torch.Tensor:
     """Normalize in plain torch; see :func:`rms_norm`."""
-    if weight_offset:
+    if weight_offset is not None:
         y = F.rms_norm(x.float(), weight.shape, weight.float() + weight_offset, eps)
         return y.to(torch.result_type(x, weight)).contiguous()
     if x.dtype == weight.dtype == torch.float32:  # torch's own norm rounds once, at the end
@@ -151,7 +151,7 @@ def fused_add_rms_norm_reference(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add and normalize in plain torch; see :func:`fused_add_rms_norm`."""
     total = (x + residual).contiguous()
@@ -166,7 +166,7 @@ def rms_norm_quantize_reference(
     dtype: torch.dtype,
     group: int,
     static: torch.Tensor | None,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalize and quantize in plain torch; see :func:`rms_norm_quantize`.
 
@@ -178,7 +178,7 @@ def rms_norm_quantize_reference(
 
 
 def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float | None = None
 ) -> torch.Tensor:
     """Normalize in a Triton kernel; see :func:`rms_norm`."""
     y = rms_norm_fake(x, weight)
@@ -191,7 +191,7 @@ def fused_add_rms_norm_triton(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add and normalize in a Triton kernel; see :func:`fused_add_rms_norm`."""
     y, total = fused_add_rms_norm_fake(x, residual, weight)
@@ -207,7 +207,7 @@ def rms_norm_quantize_triton(
     dtype: torch.dtype,
     group: int,
     static: torch.Tensor | None,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalize and quantize in a Triton kernel; see :func:`rms_norm_quantize`."""
     y, scale, total = rms_norm_quantize_fake(x, residual, weight, eps, dtype, group, static)
@@ -236,7 +236,7 @@ def _launch(
     scale: torch.Tensor | None = None,
     group: int = 0,
     static: torch.Tensor | None = None,
-    offset: float = 0.0,
+    offset: float | None = None,
 ) -> None:
     """Write ``y``, and ``total`` and ``scale`` if given; all are contiguous."""
     if not x.numel():
@@ -309,7 +309,7 @@ def _load_sum(x_ptr, residual_ptr, x_places, residual_places, inside, dtype: tl.
 @triton.jit
 def weighted(x, inverse, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
     """Return ``x * inverse`` times the weight as float32; without an offset, rounded in between."""
-    if OFFSET != 0:
+    if OFFSET is not None:
         return x * inverse * (weight.to(tl.float32) + OFFSET)
     return weight.to(tl.float32) * (x * inverse).to(dtype).to(tl.float32)
 
@@ -435,7 +435,7 @@ def rms_norm_quantize_fake(
     dtype: torch.dtype,
     group: int,
     static: torch.Tensor | None,
-    weight_offset: float = 0.0,
+    weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return an empty quantized norm, its scales, and the sum."""
     if residual is None:

@@ -111,10 +111,10 @@ def test_pages_that_no_token_is_seen_on_may_be_any(
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("pairs", [4, 3])
-@pytest.mark.parametrize("offset", [0.0, 0.5])
+@pytest.mark.parametrize("offset", [None, 0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation_beside_torch(
-    neox: bool, normed: bool, pairs: int, offset: float, dtype: torch.dtype
+    neox: bool, normed: bool, pairs: int, offset: float | None, dtype: torch.dtype
 ) -> None:
     """Queries are rotated and keys and values stored as torch's operations do, but for rounding."""
     whole = torch.randn(3, HEADS + 2 * KV_HEADS, 8).to(dtype)

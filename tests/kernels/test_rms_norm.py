@@ -119,10 +119,10 @@ def test_an_offset_is_added_to_the_weight_in_float32(view, dtype: torch.dtype, a
 
 
 @dtypes
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
 @pytest.mark.parametrize("columns", [300, 2048, 5000])
 def test_rows_that_cannot_be_held(
-    monkeypatch, dtype: torch.dtype, columns: int, offset: float
+    monkeypatch, dtype: torch.dtype, columns: int, offset: float | None
 ) -> None:
     """A row read in parts gives the result of a row in registers, with residual and quantized."""
     x, residual = torch.randn(2, 3, columns).to(dtype)
@@ -176,7 +176,7 @@ def by_definition(
     quantized=st.sampled_from([E4M3, E5M2]),
     group=st.sampled_from([None, 1, 16, 128, 512, "static"]),
     residual=st.booleans(),
-    offset=st.sampled_from([0.0, 1.0]),
+    offset=st.sampled_from([None, 0.0, 1.0]),
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=60)

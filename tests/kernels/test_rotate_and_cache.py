@@ -115,7 +115,7 @@ def exactly(
     """Normalize and rotate in float64."""
     x, pairs = query.double(), cos.shape[1]
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + how["eps"])
-    x = x * (weight.double() + how["offset"])
+    x = x * (weight.double() + (how["offset"] or 0.0))
     one = slice(pairs) if how["neox"] else slice(0, 2 * pairs, 2)
     other = slice(pairs, 2 * pairs) if how["neox"] else slice(1, 2 * pairs, 2)
     cos, sin, y = cos.double().unsqueeze(1), sin.double().unsqueeze(1), x.clone()
@@ -140,7 +140,7 @@ def test_normalized_heads_are_as_exact_as_separate_operations(
     cos, sin = angles(tokens, max(1, int(head_size * share) // 2))
     weights = torch.randn(2, head_size).to(new)
     caches = torch.zeros(2, -(-tokens // page), page, kv_heads, head_size, dtype=new)
-    how = {"eps": 1e-3, "offset": float(held is None), "neox": neox}
+    how = {"eps": 1e-3, "offset": None if held is None else 1.0, "neox": neox}
     kept = copies(query, key, value)
     rotate_and_cache_triton(
         query, key, value, cos, sin, *caches, torch.arange(tokens), None, None, neox,
@@ -305,7 +305,7 @@ def example() -> dict[str, Any]:
         "query": query, "key": key, "value": value, "cos": cos, "sin": sin,
         "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": torch.tensor([4, 0, 2]),
         "k_scale": None, "v_scale": None, "is_neox_style": True,
-        "q_weight": torch.ones(8), "k_weight": torch.ones(8), "eps": 1e-6, "weight_offset": 0.0,
+        "q_weight": torch.ones(8), "k_weight": torch.ones(8), "eps": 1e-6, "weight_offset": None,
     }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def example(
         "cos": turned.cos(), "sin": turned.sin(),
         "rotated": torch.full((tokens, heads, latent + rope), torch.nan, dtype=dtype)[..., latent:],
         "cache": cache, "slot_mapping": slots, "scale": torch.rand(1) + 0.1,
-        "weight": torch.randn(latent).to(dtype), "eps": 1e-3, "weight_offset": 0.0,
+        "weight": torch.randn(latent).to(dtype), "eps": 1e-3, "weight_offset": None,
         "is_neox_style": neox,
     }  # fmt: skip
 

@@ -197,7 +197,9 @@ CASES = {
         | LINEAR,
         x,
     ),
-    "ShardedRMSNorm": Case({"slot": SLOT}, {"slot": OTHER, "eps": 0.5} | HALF, x),
+    "ShardedRMSNorm": Case(
+        {"slot": SLOT}, {"slot": OTHER, "eps": 0.5, "weight_offset": 1.0} | HALF, x
+    ),
     "SwigluOAIAndMul": Case(
         {}, {"alpha": 1.0, "limit": 0.5}, lambda layer: (numbers("x", TOKENS, 8),)
     ),

@@ -9,6 +9,7 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from vllm_module.distributed import run_ranks
@@ -25,11 +26,11 @@ from vllm_module.layers import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-OFFSETS = [0.0, 1.0]  # Llama's and Gemma's
+REFERENCES = {None: LlamaRMSNorm, 0.0: Olmo2RMSNorm, 1.0: Gemma2RMSNorm}  # by their offset
 
 
-def both(dtype: torch.dtype, eps: float, offset: float) -> tuple[RMSNorm, torch.nn.Module]:
-    reference = (Gemma2RMSNorm if offset else LlamaRMSNorm)(96, eps).to(dtype)
+def both(dtype: torch.dtype, eps: float, offset: float | None) -> tuple[RMSNorm, torch.nn.Module]:
+    reference = REFERENCES[offset](96, eps).to(dtype)
     torch.nn.init.normal_(reference.weight)
     norm = RMSNorm(96, eps, params_dtype=dtype, weight_offset=offset)
     norm.load_weights({"weight": reference.weight.data})
@@ -39,10 +40,10 @@ def both(dtype: torch.dtype, eps: float, offset: float) -> tuple[RMSNorm, torch.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.1])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])  # 300 squared is beyond float16
-@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("offset", REFERENCES)
 @torch.no_grad()
 def test_the_bits_of_transformers(
-    dtype: torch.dtype, eps: float, scale: float, offset: float
+    dtype: torch.dtype, eps: float, scale: float, offset: float | None
 ) -> None:
     """The norm of any dtype is transformers' bit for bit, rounding in the same places."""
     norm, reference = both(dtype, eps, offset)
@@ -53,9 +54,9 @@ def test_the_bits_of_transformers(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("offset", REFERENCES)
 @torch.no_grad()
-def test_with_a_residual(dtype: torch.dtype, offset: float) -> None:
+def test_with_a_residual(dtype: torch.dtype, offset: float | None) -> None:
     """With a residual, the sum is normalized and returned as the new one; arguments stay."""
     norm, reference = both(dtype, 1e-6, offset)
     x, residual = torch.randn(2, 7, 96).to(dtype)
@@ -123,10 +124,11 @@ def test_the_bits_of_gated_norms(
 # With 2 KV heads, each of 4 ranks shares its head with another one.
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", REFERENCES)
 @torch.no_grad()
-def test_norms_of_heads_that_are_cut(dtype: torch.dtype, size: int) -> None:
+def test_norms_of_heads_that_are_cut(offset: float | None, dtype: torch.dtype, size: int) -> None:
     """However many ranks share the heads, each computes its part of transformers' norms."""
-    all_heads = [LlamaRMSNorm(heads * 6, 1e-3).to(dtype) for heads in (4, 2)]
+    all_heads = [REFERENCES[offset](heads * 6, 1e-3).to(dtype) for heads in (4, 2)]
     each_head = [CohereLayerNorm((heads, 6), 1e-3).to(dtype) for heads in (4, 2)]
     for reference in (*all_heads, *each_head):
         nn.init.normal_(reference.weight)
@@ -138,7 +140,7 @@ def test_norms_of_heads_that_are_cut(dtype: torch.dtype, size: int) -> None:
         for slot, whole, of_all, of_each in zip(slots[:2], x, all_heads, each_head, strict=True):
             part = rank * slot.parts // size
             local = whole.chunk(slot.parts, dim=1)[part]
-            sharded = ShardedRMSNorm(slot, 1e-3, dtype)
+            sharded = ShardedRMSNorm(slot, 1e-3, dtype, offset)
             sharded.load_weights(of_all.state_dict())
             expected = of_all(whole.flatten(1)).chunk(slot.parts, dim=1)[part]
             assert torch.equal(sharded(local.flatten(1)), expected)  # rounded in the same places

@@ -28,7 +28,7 @@ class Normed:
     x: torch.Tensor
     weight: torch.Tensor
     eps: float
-    weight_offset: float
+    weight_offset: float | None
 
     def computed(self) -> torch.Tensor:
         return rms_norm(self.x, self.weight, self.eps, self.weight_offset)
@@ -51,7 +51,7 @@ class Rotation:
     q_weight: torch.Tensor | None = None
     k_weight: torch.Tensor | None = None
     eps: float = 0.0
-    weight_offset: float = 0.0
+    weight_offset: float | None = None
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both, ``[tokens, heads, head_size]``, normalized and rotated; may write them."""

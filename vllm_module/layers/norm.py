@@ -23,8 +23,8 @@ class RMSNorm(vLLMModule):
         hidden_size: size of the last dimension, which is normalized.
         eps: added to the mean square.
         params_dtype: of the weight; torch's default dtype unless given.
-        weight_offset: added to the weight in float32. It is 1 in Gemma, which then rounds only the
-            result.
+        weight_offset: added to the weight in float32, and then only the result is rounded: 1 in
+            Gemma, 0 in OLMo 2. ``None`` rounds before the weight multiplies, as Llama does.
 
     """
 
@@ -35,7 +35,7 @@ class RMSNorm(vLLMModule):
         hidden_size: int,
         eps: float = 1e-6,
         params_dtype: torch.dtype | None = None,
-        weight_offset: float = 0.0,
+        weight_offset: float | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -73,7 +73,8 @@ class RMSNorm(vLLMModule):
         return fused_add_rms_norm(x, residual, self.weight, self.eps, self.weight_offset)
 
     def extra_repr(self) -> str:
-        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        given = self.weight_offset is not None
+        offset = f", weight_offset={self.weight_offset}" if given else ""
         return f"{self.weight.shape[0]}, eps={self.eps}{offset}"
 
 
@@ -88,15 +89,21 @@ class ShardedRMSNorm(vLLMModule):
             a part, as they share KV heads.
         eps: added to the mean square.
         params_dtype: of the weight; torch's default dtype unless given.
+        weight_offset: as of :class:`RMSNorm`.
 
     """
 
     def __init__(
-        self, slot: Slot, eps: float = 1e-6, params_dtype: torch.dtype | None = None
+        self,
+        slot: Slot,
+        eps: float = 1e-6,
+        params_dtype: torch.dtype | None = None,
+        weight_offset: float | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = group = tensor_parallel_group()
         self.eps = eps
+        self.weight_offset = weight_offset
         # The ranks' sums of squares count each part once for each rank that keeps it.
         self.counted = slot.size * group.size // slot.parts
         self.weight = ColumnvLLMParameter(
@@ -109,12 +116,14 @@ class ShardedRMSNorm(vLLMModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize this rank's features ``x [..., features]``; the arithmetic is in float32."""
         if self.tp_group.size == 1:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.weight_offset)
         wide = x.float()
         total = self.tp_group.all_reduce(wide.pow(2).sum(-1, keepdim=True))
-        # Rounded before it is multiplied, as rms_norm does.
-        normed = (wide * torch.rsqrt(total / self.counted + self.eps)).to(x.dtype)
-        return self.weight * normed
+        normed = wide * torch.rsqrt(total / self.counted + self.eps)
+        if self.weight_offset is None:  # rounded here or there as rms_norm does
+            return self.weight * normed.to(x.dtype)
+        result = normed * (self.weight.float() + self.weight_offset)
+        return result.to(torch.result_type(x, self.weight))
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -64,7 +64,7 @@ def rotated_and_stored(
     cache_dtype: torch.dtype | None = None,
     scales: int = 0,
     norm: bool = True,
-    offset: float = 0.0,
+    offset: float | None = None,
     neox: bool = True,
 ) -> Callable[[], object]:
     """Normalize and rotate queries and keys of one projection's output, and store keys, values."""

@@ -31,7 +31,7 @@ def norm(
     dtype: torch.dtype = torch.bfloat16,
     residual: bool = False,
     group: int | None = None,
-    offset: float = 0.0,
+    offset: float | None = None,
 ) -> Callable[[], object]:
     """Normalize rows, with or without a residual, and quantize by groups (0: by a static scale)."""
 
@@ -117,6 +117,7 @@ CASES: Cases = {
     "norm of heads": norm_of_heads,
     "add-norm 4096": norm(8192, 4096, residual=True),
     "add-norm 3584, offset": norm(8192, 3584, residual=True, offset=1.0),
+    "add-norm 2880, rounded once": norm(8192, 2880, residual=True, offset=0.0),
     "norm 65536, fp32, offset": norm(64, 65536, FP32, offset=1.0),
     "add-norm 65536, fp32": norm(64, 65536, FP32, residual=True),
     "silu 14336": gated(14336, "silu"),
