@@ -41,6 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "two stages": ("llama", {"pipeline_parallel_size": 2}),
     "experts": ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "FP8": ("llama", {"tensor_parallel_size": 2, "quantization": "fp8_per_channel"}),
+    "int4": (
+        "llama",
+        {"tensor_parallel_size": 2, "quantization": {"scheme": "int4_per_group", "group_size": 8}},
+    ),
 }
 
 
