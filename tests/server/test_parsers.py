@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_module.server.growing_text import ToolCall
-from vllm_module.server.parsers import _REASONING, Parser, format_of, reasoning_of
+from vllm_module.server.parsers import _REASONING, Parser, format_of, reasoning_of, switch_of
 from vllm_module.server.tool_formats import FORMATS
 from vllm_module.server.tools import Formats
 
@@ -314,6 +314,16 @@ def test_a_template_tells_its_format() -> None:
     assert reasoning_of("{{ content.split('</think>') }}") == THINK
     assert reasoning_of("{{ '[THINK]' + thought + '[/THINK]' }}") == ("[THINK]", "[/THINK]")
     assert reasoning_of("{{ messages }}") is None
+    # As Qwen 3, GLM 4.5, DeepSeek V3.1, Granite 3.3 and Llama 3 write it.
+    for template, switch in (
+        ("{%- if enable_thinking is defined and enable_thinking is false %}", "enable_thinking"),
+        ("'/nothink' if (enable_thinking is defined and not enable_thinking)", "enable_thinking"),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", "thinking"),
+        ("{%- if thinking %}", "thinking"),
+        ("{%- if message.thinking %}{{ message.thinking }}{% endif %}", None),
+        ("{%- if thinking_budget %}", None),
+    ):
+        assert switch_of(template) == Formats.of(template).switch == switch
 
 
 def test_an_unknown_format_is_named() -> None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from vllm_module.base.messages import shorten
+from vllm_module.config import Settings
 from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ANY, ONE_ANSWER, ChatBody, ConversationBody, Listed
+from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Listed
 from vllm_module.server.state import State
+from vllm_module.server.tools import Formats
 
 _STOP_REASONS = {"length": "max_tokens", "abort": "end_turn"}
 _DELTAS = {
@@ -28,22 +30,39 @@ _DELTAS = {
 }
 
 
+class Thinking(Settings):
+    """Whether the model should reason. All reasoning is shown; its budget is no limit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1)
+    display: Literal["summarized"] | None = None
+
+
+class OutputConfig(Settings):
+    """How the model should answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class MessagesBody(ConversationBody):
     """The body of /v1/messages."""
 
     unsupported = {
         **ONE_ANSWER,
-        "thinking": ANY,
         "container": (),
         "context_management": (),
         "mcp_servers": ([],),
-        "output_config": ANY,
         "service_tier": ("auto", "standard_only"),
     }
     messages: Listed[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     system: Any = None
     stop_sequences: Listed[str] = []
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
     tool_choice: dict[str, Any] | None = None
 
     @classmethod
@@ -60,12 +79,30 @@ class MessagesBody(ConversationBody):
 
 async def messages(state: State, body: MessagesBody) -> Answer:
     """Answer a conversation."""
-    answer = _Answer(await Conversation.begin(state, _chat_body(body), "msg"))
+    chat = _chat_body(body, _switch(body.thinking, state.formats))
+    answer = _Answer(await Conversation.begin(state, chat, "msg"))
     return answer.events() if body.stream else await answer.whole()
 
 
-def _chat_body(body: MessagesBody) -> ChatBody:
-    """Return the request in OpenAI's words."""
+def _switch(thinking: Thinking | None, formats: Formats) -> dict[str, bool]:
+    """Return the variable of the template that lets the model reason, or not, as is wanted.
+
+    A model whose template has none does what it always does. Raises ``ApiError`` if that is not
+    what is wanted.
+    """
+    if thinking is None:
+        return {}
+    if formats.switch is not None:
+        return {formats.switch: thinking.type != "disabled"}
+    if thinking.type == ("disabled" if formats.reasons else "enabled"):
+        does = "always reasons" if formats.reasons else "does not reason"
+        message = f"thinking cannot be {thinking.type}: by its chat template, this model {does}"
+        raise ApiError(400, message, "thinking", "unsupported")
+    return {}
+
+
+def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -> ChatBody:
+    """Return the request in OpenAI's words, with these variables of the template."""
     listed = [] if body.system is None else [{"role": "system", "content": body.system}]
     for number, message in enumerate(body.messages):
         listed += _messages(message, f"messages[{number}]")
@@ -78,6 +115,9 @@ def _chat_body(body: MessagesBody) -> ChatBody:
         refusal = f"tool_choice.type should be auto, any, tool or none, got {shorten(kind)}"
         raise ApiError(400, refusal, "tool_choice")
     return body.as_chat(
+        body.output_config.format,
+        reasoning_effort=body.output_config.effort,
+        chat_template_kwargs=dict(variables or {}),
         messages=listed,
         max_tokens=body.max_tokens,
         tools=[_function(tool) for tool in body.tools],

@@ -7,6 +7,7 @@ is complete.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _TOLD_BY = {
     "<|python_tag|>": "llama3",
     '{"name": function name, "parameters":': "llama3",
 }
+_SWITCH = re.compile(r"\b(?:enable_|if |not )thinking\b")
 _PIECE = 4096  # characters
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
@@ -124,3 +126,9 @@ def format_of(template: str) -> str | None:
 def reasoning_of(template: str) -> tuple[str, str] | None:
     """Return the marks around reasoning that a chat template writes; ``None`` without any."""
     return next((marks for marks in _REASONING if marks[1] in template), None)
+
+
+def switch_of(template: str) -> str | None:
+    """Return the variable by which a template lets a model reason or not; ``None`` without one."""
+    found = _SWITCH.search(template)
+    return found and found[0].split()[-1]

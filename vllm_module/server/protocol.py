@@ -147,9 +147,14 @@ class ConversationBody(GenerationBody):
     model: str  # as OpenAI requires it
     tools: Listed[dict[str, Any]] = []
 
-    def as_chat(self, **entries: Any) -> ChatBody:
-        """Return the request in the words of chat completions, with these entries."""
-        given = {**self.sampling, **entries}
+    def as_chat(self, wanted: Mapping[str, Any] | None, **entries: Any) -> ChatBody:
+        """Return the request in the words of chat completions, with these entries.
+
+        ``wanted`` is the form of the text; a schema is beside its type there.
+        """
+        if wanted is not None and wanted.get("type") == "json_schema":
+            wanted = {"type": "json_schema", "json_schema": wanted}
+        given = {**self.sampling, "response_format": wanted, **entries}
         return ChatBody(model=self.model, stream=self.stream, cache_salt=self.cache_salt, **given)
 
 
@@ -169,7 +174,8 @@ class ChatBody(ConversationBody, TemplateOptions):
         **COMMON,
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "reasoning": ANY,
+        "reasoning": ({}, {"summary": "auto"}),  # all of it is shown, where there is some
+        "verbosity": ("medium",),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),

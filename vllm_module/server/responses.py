@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from vllm_module.base.messages import shorten
+from vllm_module.config import Settings
 from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation, checked_message
 from vllm_module.server.endpoint import Answer, Events
@@ -21,6 +22,22 @@ from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
 from vllm_module.server.state import State
 
 _EVENTS = {"text": "output_text", "reasoning": "reasoning", "call": "function_call_arguments"}
+
+
+class TextOptions(Settings):
+    """What the text should be like; ``medium`` asks for nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Settings):
+    """How the model should reason; ``auto`` leaves it to the server how that is shown."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
 
 
 class ResponsesBody(ConversationBody):
@@ -45,8 +62,8 @@ class ResponsesBody(ConversationBody):
     max_output_tokens: int | None = Field(default=None, ge=1)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    text: dict[str, Any] = {}
-    reasoning: dict[str, Any] = {}
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
     metadata: dict[str, Any] = {}
 
     @classmethod
@@ -72,20 +89,17 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     else:
         message = f"input should be text or a list of items, got {shorten(body.input)}"
         raise ApiError(400, message, "input")
-    wanted = body.text.get("format")
-    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
-        wanted = {"type": "json_schema", "json_schema": wanted}
     choice = body.tool_choice
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return body.as_chat(
+        body.text.format,
         messages=listed,
         max_tokens=body.max_output_tokens,
         tools=[_function(tool) for tool in body.tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=wanted,
-        reasoning_effort=body.reasoning.get("effort"),
+        reasoning_effort=body.reasoning.effort,
     )
 
 
@@ -190,13 +204,13 @@ class _Answer:
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls,
-            "text": {"format": {"type": "text"}, **body.text},
+            "text": {"format": {"type": "text"}, **body.text.model_dump(exclude_none=True)},
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "top_logprobs": 0,
             "temperature": params.temperature,
-            "reasoning": {"effort": None, "summary": None, **body.reasoning},
+            "reasoning": body.reasoning.model_dump(),
             "usage": None
             if piece is None
             else {
