@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vllm_module.server.growing_text import ToolCall
 from vllm_module.server.parsers import _REASONING, Parser, format_of, reasoning_of, switch_of
@@ -324,6 +325,47 @@ def test_a_template_tells_its_format() -> None:
         ("{%- if thinking_budget %}", None),
     ):
         assert switch_of(template) == Formats.of(template).switch == switch
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Tokenizer:
+    """Return a tokenizer of bytes that joins some, also across spaces and marks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator(["<think>Let me see. </think> Yes.", "a b  c\n\nd, a b"], trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", [None, "harmony"])
+def test_tokens_of_reasoning_are_those_that_begin_in_it(pairs: Tokenizer, name: str | None) -> None:
+    """Beside the places of tokens in the text that tokenizers tells, for texts split anywhere.
+
+    Letters of several tokens are whole on one side. Spaces beside marks are no reasoning.
+    """
+    random, found = Random(str(name)), set[int]()
+    begin, end = THINK if name is None else ("<|channel|>analysis<|message|>", "<|end|>")
+    for _ in range(200):
+        texts = [
+            "".join(random.choice(["a b", " c", "é", "𝄞", "\n", ". ", "d,"]) for _ in range(count))
+            for count in (random.randint(0, 12), random.randint(0, 12))
+        ]
+        thought = texts[0].strip(" \n") if name is None else texts[0].rstrip(" \n")
+        text = f"{begin}{texts[0]}{end}{texts[1]}"
+        encoding, parser = pairs.encode(text), Parser(name, THINK)
+        assert pairs.decode(encoding.ids) == text
+        for part in drawn_split(random, text):
+            parser.feed(part)
+        parser.finish()
+        start = text.index(thought, len(begin))
+        within = range(start, start + len(thought))
+        count = sum(at in within for at, _ in encoding.offsets)
+        assert parser.reasoning_tokens(encoding.ids, pairs.decode) == count
+        assert parser.reasoned == bool(thought)
+        found.add(count - len(thought))
+    assert min(found) < 0 < max(found)  # fewer and more tokens than letters
 
 
 def test_an_unknown_format_is_named() -> None:

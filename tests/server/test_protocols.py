@@ -29,7 +29,7 @@ from vllm_module.server.tools import Formats
 
 # pytest would take this class for a test.
 Runner.__test__ = False  # type: ignore[attr-defined]
-KEY = "sk-one-of-two"
+KEY, ADMIN = "sk-one-of-two", "sk-admin"
 MODEL = "gpt-5-claude-4-tiny"  # a name for which the cases of reasoning are run, too
 QUICK = "<quick>"  # what the template writes if the model should not reason
 SWITCHED = Formats(switch="enable_thinking")
@@ -339,6 +339,9 @@ def test_responses_stream_items(served: Any) -> None:
             pytest.fail("no answer had reasoning and a message")
     finally:
         served.state.formats = SWITCHED
+    # Each byte is a token, and marks are no reasoning.
+    thought = final["output"][0]["content"][0]["text"]
+    assert final["usage"]["output_tokens_details"] == {"reasoning_tokens": len(thought.encode())}
     for kind, item in (("reasoning", 0), ("output_text", 1)):
         deltas = [each["delta"] for each in events if each["type"] == f"response.{kind}.delta"]
         (done,) = [each["text"] for each in events if each["type"] == f"response.{kind}.done"]
@@ -450,6 +453,38 @@ def test_a_response_that_reaches_its_limit_is_incomplete(served: Any, count: int
     assert answer["usage"]["output_tokens"] == answer["max_output_tokens"] == count
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_an_aborted_response_does_not_say_that_it_reached_a_limit(served: Any) -> None:
+    body = {"model": MODEL, "input": "Hi", "extra_body": {"ignore_eos": True}}
+    with served.client().responses.create(stream=True, **body) as stream:
+        name = next(iter(stream)).response.id
+        assert served.ask("POST", "/abort", {"request_id": name}, ADMIN)[0] == 200
+        *_, last = stream
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+    assert last.response.incomplete_details.reason == "abort"
+
+
+def test_every_protocol_counts_tokens_of_reasoning(served: Any) -> None:
+    """Whole and streamed, of each choice; a token is a byte, so all but the marks are counted."""
+    served.state.formats = MARKED
+    body = {**HI, "model": MODEL, "max_tokens": 60, "n": 3, "seed": 1}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    try:
+        chat = served.client().chat.completions
+        whole = chat.create(**body)
+        *_, last = chat.create(**body, **options)
+        answer = served.ask("POST", "/v1/messages", {**body, "n": 1})[1]
+    finally:
+        served.state.formats = SWITCHED
+    thoughts = [choice.message.reasoning_content or "" for choice in whole.choices]
+    count = sum(len(thought.encode()) for thought in thoughts)
+    assert whole.usage.completion_tokens_details.reasoning_tokens == count > 0
+    assert last.usage == whole.usage
+    thinking = [block["thinking"] for block in answer["content"] if block["type"] == "thinking"]
+    assert answer["usage"]["output_tokens_details"] == {
+        "thinking_tokens": len(thinking[0].encode())
+    }
 
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

@@ -192,7 +192,9 @@ class _Answer:
             "cache_creation_input_tokens": 0,
             "cache_creation": None,
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": None,
+            "output_tokens_details": {
+                "thinking_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
+            },
             "server_tool_use": None,
             "inference_geo": None,
             "service_tier": "standard",

@@ -8,7 +8,8 @@ is complete.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_module.server.growing_text import Delta, GrowingText, begins, skip_space, until
@@ -63,7 +64,7 @@ class Parser:
         found = []
         # Each step copies or searches the rest: that of a long text at once, for each of its marks.
         for at in range(0, len(text), _PIECE):
-            self._text.rest += text[at : at + _PIECE]
+            self._text.grow(text[at : at + _PIECE])
             found += self._deltas()
         return found
 
@@ -71,6 +72,22 @@ class Parser:
         """Return the deltas of what was kept back. Nothing may be fed afterwards."""
         self._text.ended = True
         return self._deltas()
+
+    @property
+    def reasoned(self) -> bool:
+        """Whether there was reasoning so far."""
+        return bool(self._text.reasoning)
+
+    def reasoning_tokens(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+        """Return how many of the tokens begin in reasoning; ``ids`` are those of the whole text."""
+
+        def length(count: int) -> int:
+            return len(decode(ids[:count]).rstrip("\ufffd"))  # without half of a character
+
+        def before(at: int) -> int:
+            return bisect_left(range(len(ids)), at, key=length)
+
+        return sum(before(end) - before(begin) for begin, end in self._text.reasoning)
 
     def _deltas(self) -> list[Delta]:
         found = []

@@ -21,6 +21,7 @@ from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
 from vllm_module.server.state import State
 
+_INCOMPLETE = {"length": "max_output_tokens"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning", "call": "function_call_arguments"}
 
 
@@ -191,7 +192,7 @@ class _Answer:
             "status": "in_progress" if piece is None else "completed" if whole else "incomplete",
             "incomplete_details": None
             if piece is None or whole
-            else {"reason": "max_output_tokens"},
+            else {"reason": _INCOMPLETE.get(str(piece.finish_reason), piece.finish_reason)},
             "model": body.model,
             "previous_response_id": None,
             "instructions": body.instructions,
@@ -218,7 +219,7 @@ class _Answer:
                 "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
             },
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
