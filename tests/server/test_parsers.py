@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vllm_module.server.growing_text import ToolCall
 from vllm_module.server.parsers import _REASONING, Parser, format_of, reasoning_of, switch_of
-from vllm_module.server.tool_formats import FORMATS
+from vllm_module.server.tool_formats import CHOSEN, FORMATS
 from vllm_module.server.tools import Formats
 
 THINK = ("<think>", "</think>")
@@ -237,14 +237,25 @@ BEGINS = [
 ]
 
 
+ALL_WRITTEN = {
+    **WRITTEN,
+    "llama3": '{"name": "now", "parameters": {"a": ";"}}; {"name": "now", "parameters": {}}',
+    CHOSEN: '[{"name": "now", "parameters": {"a": ["]"]}}, {"name": "f", "arguments": {}}]',
+}
 SPLITS = int(os.environ.get("SPLITS", "2000"))  # of each format
 
 
-def drawn_text(random: Random, name: str) -> str:
-    """Draw a text of marks and fragments, some of them cut short."""
+def drawn_text(random: Random, name: str | None) -> str:
+    """Draw a text of marks and fragments, some of them cut short.
+
+    Half of them have calls that are whole.
+    """
     text = random.choice(["", " ", '{"name": "f"};', *BEGINS])
+    calls = ALL_WRITTEN.get(str(name), " ")
+    if random.randint(0, 1):
+        text += calls
     for _ in range(random.randint(0, 10)):
-        piece = random.choice([*FRAGMENTS, WRITTEN.get(name, " "), " "])
+        piece = random.choice([*FRAGMENTS, calls, " "])
         text += piece[: random.randint(1, len(piece))]
     return text
 
@@ -257,16 +268,17 @@ def drawn_split(random: Random, text: str) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
+@pytest.mark.parametrize("name", [*FORMATS, CHOSEN, None])
+def test_for_every_split_the_deltas_are_those_of_the_whole(name: str | None) -> None:
     """The law of this room: no delta depends on where the text was split."""
-    random, found = Random(name), set[Any]()
+    random, found, calls = Random(str(name)), set[Any](), 0
     for _ in range(0, SPLITS, 10 * (1 + len(_REASONING))):
         text, reasons = drawn_text(random, name), bool(random.randint(0, 1))
         for reasoning in (None, *_REASONING):
             whole = parsed([text], name, reasoning, reasons=reasons)
             if whole[0] and whole[1]:
                 found.add(reasoning)
+            calls += len(whole[2])
             for call in whole[2]:
                 assert call.name
                 assert isinstance(json.loads(call.arguments), dict)
@@ -275,6 +287,7 @@ def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
                 assert parsed(parts, name, reasoning, reasons=reasons) == whole, parts
     if name != "harmony":  # whose channels are reasoning, whatever the marks
         assert found >= {*_REASONING}, "no text had reasoning and content"
+    assert bool(calls) == (name is not None)
 
 
 @pytest.mark.parametrize(
