@@ -55,6 +55,14 @@ class _Messages(ChoicesAnswer):
             "token_ids": delta.token_ids if body.return_token_ids else None,
         }
 
+    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        choice = self.choice(delta)
+        if delta.finish_reason is None or "tool_calls" not in choice["delta"]:
+            return [choice]
+        # OpenAI's client misses the end of a call that comes with the end of the message.
+        end: dict[str, Any] = {"delta": {}, "logprobs": None, "token_ids": None}
+        return [{**choice, "finish_reason": None, "stop_reason": None}, {**choice, **end}]
+
     def _message(self, delta: ChoiceDelta) -> dict[str, Any]:
         new = self._new(delta)
         for call in new.get("tool_calls", ()):
