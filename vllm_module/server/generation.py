@@ -106,8 +106,6 @@ class Continuation:
                 if output.error is not None:
                     own = output.error.startswith("structured_outputs: ")  # the client's grammar
                     raise ApiError(400 if own else 500, output.error)
-                if output.finished:
-                    self.state.histograms.observe(output.metrics)
                 for sample in output.outputs:
                     index = prompt * self.params.n + sample.index
                     characters, tokens = told.get(index, (0, 0))

@@ -12,7 +12,6 @@ from vllm_module.base.messages import shorten
 from vllm_module.runtime.async_llm import AsyncLLM
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.server.errors import ApiError
-from vllm_module.server.metrics import Histograms
 from vllm_module.server.protocol import TemplateOptions
 from vllm_module.server.tools import Formats
 
@@ -40,7 +39,6 @@ class State:
     llm: AsyncLLM | None = None
     formats: Formats = field(default_factory=Formats)
     loaded: int = 0
-    histograms: Histograms = field(default_factory=Histograms)
 
     def engine(self, model: str | None = None) -> AsyncLLM:
         """Return the engine. Raises ``ApiError`` if it is loading, or has not this name."""
