@@ -581,6 +581,17 @@ def test_salts_keep_pages_apart_in_every_protocol(served: Any, path: str) -> Non
             "input[1].content[1] is not supported: only parts of text are, got type 'input_audio'",
         ),
         ("/v1/responses", {"input": [{"type": "input_image"}]}, "input[0] is not supported"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": {"a": 1}}]},
+            "input[0].content should be text or a list of parts",
+        ),
+        ("/v1/messages", {**HI, "system": {"a": 1}}, "system.content should be text or a list"),
+        (
+            "/v1/messages",
+            {"system": "a", "messages": [{"role": "x", "content": "a"}], "max_tokens": 1},
+            "messages[0].role should be one of",
+        ),
         ("/v1/responses", {"input": 3}, "input should be text or a list of items"),
         ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id is"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "mcp"}]}, "a tool of type"),

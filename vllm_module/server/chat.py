@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_module.runtime.sampling.sampler import Logprob
-from vllm_module.server.conversation import Conversation
+from vllm_module.server.conversation import Conversation, checked_messages
 from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import ChoiceDelta, ChoicesAnswer, bounded, ranked, token_text
@@ -18,6 +18,7 @@ async def chat_completions(state: State, body: ChatBody) -> Answer:
     """Answer a conversation."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    body.messages = checked_messages(body.messages)
     answer = _Messages(body, await Conversation.begin(state, body, "chatcmpl"))
     return answer.events() if body.stream else await answer.whole()
 

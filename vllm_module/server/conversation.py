@@ -7,7 +7,7 @@ and the turns of a :class:`Conversation` into its own answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm_module.server.tools import AnswerForm
 
 _BEFORE = 4  # tokens of the prompt, on which the text of the first ones after it may depend
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_OF_TOOLS = {name: name for name in ("name", "description", "strict")}
 _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 
 
@@ -62,10 +63,10 @@ class Conversation(Continuation):
 
     @staticmethod
     async def begin(state: State, body: ChatBody, kind: str) -> Conversation:
-        """Check a request and format its messages. ``kind`` begins the id of the answer."""
+        """Format the messages, which are checked. ``kind`` begins the id of the answer."""
         state.engine(body.model)
         form = AnswerForm.of(body, state.formats)
-        prompt = await state.chat_prompt(checked_messages(body.messages), body, form.tools)
+        prompt = await state.chat_prompt(body.messages, body, form.tools)
         return Conversation(state, body, kind, prompt, form)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
@@ -154,3 +155,16 @@ def checked_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             what = shorten(part) if kind is None else f"type {shorten(kind)}"
             raise refusal(f"content[{at}] is not supported: only parts of text are, got {what}")
     return {**message, "role": "system" if role == "developer" else role}
+
+
+def as_function(tool: Mapping[str, Any], kinds: Collection[Any], schema: str) -> dict[str, Any]:
+    """Return a tool of one of these types as chat completions have it.
+
+    ``schema`` is the name under which it has the schema of its arguments.
+    """
+    if (kind := tool.get("type")) not in kinds:
+        message = f"a tool of type {shorten(kind)} is not supported: give functions"
+        raise ApiError(400, message, "tools")
+    names = {**_OF_TOOLS, schema: "parameters"}
+    function = {names[key]: tool[key] for key in names if key in tool}
+    return {"type": "function", "function": function}

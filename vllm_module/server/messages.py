@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from vllm_module.base.messages import shorten
 from vllm_module.config import Settings
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import Conversation
+from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Listed
@@ -103,9 +103,12 @@ def _switch(thinking: Thinking | None, formats: Formats) -> dict[str, bool]:
 
 def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -> ChatBody:
     """Return the request in OpenAI's words, with these variables of the template."""
-    listed = [] if body.system is None else [{"role": "system", "content": body.system}]
+    listed = []
+    if body.system is not None:
+        listed.append(checked_message({"role": "system", "content": body.system}, "system"))
     for number, message in enumerate(body.messages):
-        listed += _messages(message, f"messages[{number}]")
+        where = f"messages[{number}]"
+        listed += [checked_message(each, where) for each in _messages(message, where)]
     choice = body.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     chosen: Any = {"any": "required", "auto": "auto", "none": "none"}.get(str(kind))
@@ -120,20 +123,11 @@ def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -
         chat_template_kwargs=dict(variables or {}),
         messages=listed,
         max_tokens=body.max_tokens,
-        tools=[_function(tool) for tool in body.tools],
+        tools=[as_function(tool, (None, "custom"), "input_schema") for tool in body.tools],
         tool_choice=chosen,
         parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
         **({"stop": body.stop_sequences} if body.stop_sequences else {}),
     )
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as OpenAI's clients describe it."""
-    if tool.get("type", "custom") != "custom":
-        message = f"a tool of type {shorten(tool['type'])} is not supported: describe functions"
-        raise ApiError(400, message, "tools")
-    function = {key: tool[key] for key in ("name", "description") if key in tool}
-    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
 
 def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from vllm_module.base.messages import shorten
 from vllm_module.config import Settings
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import Conversation, checked_message
+from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
@@ -86,7 +86,8 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         listed.append({"role": "user", "content": body.input})
     elif isinstance(body.input, list):
         for number, item in enumerate(body.input):
-            listed += _messages(item, f"input[{number}]")
+            where = f"input[{number}]"
+            listed += [checked_message(each, where) for each in _messages(item, where)]
     else:
         message = f"input should be text or a list of items, got {shorten(body.input)}"
         raise ApiError(400, message, "input")
@@ -97,26 +98,18 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         body.text.format,
         messages=listed,
         max_tokens=body.max_output_tokens,
-        tools=[_function(tool) for tool in body.tools],
+        tools=[as_function(tool, ("function",), "parameters") for tool in body.tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort,
     )
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat completions describe it."""
-    if tool.get("type") != "function":
-        message = f"a tool of type {shorten(tool.get('type'))} is not supported: give functions"
-        raise ApiError(400, message, "tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-
-
 def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
     """Yield the message that an item stands for; reasoning stands for none."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if isinstance(item, Mapping) and kind == "message":
-        yield checked_message({"role": item.get("role"), "content": item.get("content")}, where)
+        yield {"role": item.get("role"), "content": item.get("content")}
     elif isinstance(item, Mapping) and kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
