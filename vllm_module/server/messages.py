@@ -18,7 +18,7 @@ from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Listed
+from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Listed, refused
 from vllm_module.server.state import State
 from vllm_module.server.tools import Formats
 
@@ -52,8 +52,7 @@ class MessagesBody(ConversationBody):
 
     unsupported = {
         **ONE_ANSWER,
-        "container": (),
-        "context_management": (),
+        **refused("container", "context_management"),
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
     }
@@ -172,8 +171,7 @@ class _Answer:
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "stop_details": None,
-            "container": None,
+            **dict.fromkeys(("stop_details", "container")),
             "usage": self._usage(),
         }
 
@@ -184,13 +182,11 @@ class _Answer:
             "input_tokens": len(self._conversation.prompts[0]["prompt_token_ids"]) - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "cache_creation": None,
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {
                 "thinking_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
             },
-            "server_tool_use": None,
-            "inference_geo": None,
+            **dict.fromkeys(("cache_creation", "server_tool_use", "inference_geo")),
             "service_tier": "standard",
         }
 

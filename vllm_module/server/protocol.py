@@ -31,6 +31,13 @@ _MOST_ENTRIES = {
     "allowed_token_ids": 1 << 18,
 }  # fmt: skip
 _MOST_BAD = 1 << 15
+
+
+def refused(*names: str) -> dict[str, tuple[Any, ...]]:
+    """Return known fields of clients of which no value asks for nothing."""
+    return dict.fromkeys(names, ())
+
+
 # Known fields of clients that change nothing here, with the values that ask for nothing.
 COMMON: Mapping[str, tuple[Any, ...]] = {
     "user": ANY,
@@ -41,9 +48,10 @@ COMMON: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_key": ANY,
     "priority": (0,),
     "spaces_between_special_tokens": ANY,
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
+    **refused(
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "truncate_prompt_tokens"
+    ),
 }  # fmt: skip
 
 # Those of protocols in which a request has one answer, whose tokens are not shown.
@@ -177,11 +185,7 @@ class ChatBody(ConversationBody, TemplateOptions):
         "reasoning": ({}, {"summary": "auto"}),  # all of it is shown, where there is some
         "verbosity": ("medium",),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "prompt_logprobs": (),
-        "chat_template": (),
+        **refused("audio", "prediction", "web_search_options", "prompt_logprobs", "chat_template"),
         "add_special_tokens": (False,),
         "echo": (False,),
     }

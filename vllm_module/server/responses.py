@@ -18,9 +18,12 @@ from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
+from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, refused
 from vllm_module.server.state import State
 
+_NEVER = (
+    "previous_response_id", "error", "max_tool_calls", "safety_identifier", "prompt_cache_key",
+)  # fmt: skip
 _INCOMPLETE = {"length": "max_output_tokens"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning", "call": "function_call_arguments"}
 
@@ -45,16 +48,11 @@ class ResponsesBody(ConversationBody):
     """The body of /v1/responses."""
 
     unsupported = {
-        **{
-            name: values for name, values in ONE_ANSWER.items() if name not in ("metadata", "store")
-        },
+        **{name: values for name, values in ONE_ANSWER.items() if name != "metadata"},
         "store": (True, False),  # nothing is stored, and the answer says so
         "background": (False,),
         "include": ([],),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
+        **refused("max_tool_calls", "previous_response_id", "conversation", "prompt"),
         "top_logprobs": (0,),
         "truncation": ("disabled", "auto"),
     }
@@ -187,10 +185,8 @@ class _Answer:
             if piece is None or whole
             else {"reason": _INCOMPLETE.get(str(piece.finish_reason), piece.finish_reason)},
             "model": body.model,
-            "previous_response_id": None,
             "instructions": body.instructions,
             "output": [_item(block, "completed") for block in conversation.blocks.ended],
-            "error": None,
             "tools": [
                 {"description": None, "parameters": None, "strict": None, **tool}
                 for tool in body.tools
@@ -215,13 +211,11 @@ class _Answer:
                 "output_tokens_details": usage["completion_tokens_details"],
             },
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
             "store": False,
             "background": False,
             "service_tier": "default",
             "metadata": body.metadata,
-            "safety_identifier": None,
-            "prompt_cache_key": None,
+            **dict.fromkeys(_NEVER),
         }
 
 
