@@ -10,15 +10,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from vllm_module.base.messages import shorten
-from vllm_module.config import Settings
 from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Listed, refused
+from vllm_module.server.protocol import (
+    ONE_ANSWER,
+    ChatBody,
+    ConversationBody,
+    Entries,
+    Listed,
+    refused,
+)
 from vllm_module.server.state import State
 from vllm_module.server.tools import Formats
 
@@ -30,19 +36,17 @@ _DELTAS = {
 }
 
 
-class Thinking(Settings):
+class Thinking(Entries):
     """Whether the model should reason. All reasoning is shown; its budget is no limit."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1)
     display: Literal["summarized"] | None = None
 
 
-class OutputConfig(Settings):
+class OutputConfig(Entries):
     """How the model should answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     effort: str | None = None
     format: dict[str, Any] | None = None
 

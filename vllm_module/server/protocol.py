@@ -124,10 +124,15 @@ def _check_size(name: str, value: Any) -> None:
             raise ApiError(400, f"{name} may have {_MOST_BAD} characters in all", name)
 
 
-class StreamOptions(Settings):
-    """Options of a stream."""
+class Entries(Settings):
+    """Entries of a field that is a mapping; others are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Entries):
+    """Options of a stream."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False  # of vLLM: the counts so far, in each chunk
 

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from vllm_module.base.messages import shorten
-from vllm_module.config import Settings
 from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, refused
+from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Entries, refused
 from vllm_module.server.state import State
 
 _NEVER = (
@@ -28,18 +27,16 @@ _INCOMPLETE = {"length": "max_output_tokens"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning", "call": "function_call_arguments"}
 
 
-class TextOptions(Settings):
+class TextOptions(Entries):
     """What the text should be like; ``medium`` asks for nothing."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Settings):
+class Reasoning(Entries):
     """How the model should reason; ``auto`` leaves it to the server how that is shown."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     effort: str | None = None
     summary: Literal["auto"] | None = None
 
