@@ -214,6 +214,13 @@ def test_metrics_have_the_names_and_kinds_of_vllm() -> None:
     totals = Totals(1, 2, 3, 4, {"stop": 5, "length": 6})
     found = engine_metrics(totals, {"model_name": "m"}, {"block_size": 8}, num_requests_running=7.0)
     assert found[-1].labels.pop("block_size") == "8"
+    assert all(metric.labels == {"model_name": "m"} for metric in found[7:])
+    assert [(metric.name, type(metric).__name__) for metric in found[7:-2]] == [
+        ("vllm:time_to_first_token_seconds", "Histogram"),
+        ("vllm:request_time_per_output_token_seconds", "Histogram"),
+        ("vllm:e2e_request_latency_seconds", "Histogram"),
+    ]
+    del found[7:-2]
     named = {
         (metric.name, metric.labels.pop("finished_reason", None)): metric.value  # type: ignore[attr-defined]
         for metric in found

@@ -248,7 +248,12 @@ def test_a_request_keeps_the_parameters_it_was_added_with(llm: LLM) -> None:
 
 def test_metrics_of_a_request_and_of_the_engine(llm: LLM) -> None:
     """Times are in order, and sums grow by what a request did."""
-    before = {metric.name: metric.value for metric in llm.get_metrics()}  # type: ignore[attr-defined]
+
+    def numbers() -> dict[str, Any]:
+        found = {each.name: each for each in llm.get_metrics()}
+        return {name: getattr(each, "value", each) for name, each in found.items()}
+
+    before = numbers()
     (output,) = llm.generate("once upon", greedy(5, ignore_eos=True), use_tqdm=False)
     metrics = output.metrics
     assert 0 < metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
@@ -258,7 +263,15 @@ def test_metrics_of_a_request_and_of_the_engine(llm: LLM) -> None:
     assert metrics.arrival_time > 1.7e9
     assert output.lora_request is None
     assert output.outputs[0].finished()
-    after = {metric.name: metric.value for metric in llm.get_metrics()}  # type: ignore[attr-defined]
+    after = numbers()
+    for name, seconds in {
+        "time_to_first_token": metrics.first_token_latency,
+        "request_time_per_output_token": (metrics.last_token_ts - metrics.first_token_ts) / 4,
+        "e2e_request_latency": metrics.last_token_ts - metrics.queued_ts,
+    }.items():
+        old, new = (each[f"vllm:{name}_seconds"] for each in (before, after))
+        assert new.count - old.count == new.buckets["+Inf"] - old.buckets["+Inf"] == 1
+        assert new.sum - old.sum == pytest.approx(seconds)
     assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] == 5
     assert after["vllm:prompt_tokens"] - before["vllm:prompt_tokens"] == 9
     assert (after["vllm:num_requests_running"], after["vllm:num_requests_waiting"]) == (0, 0)

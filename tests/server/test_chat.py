@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
+import openai
 import pytest
 
 from vllm_module import LLM, SamplingParams
@@ -43,6 +45,32 @@ def test_answers_are_those_of_llm(server: Any, sync: LLM) -> None:
         assert set(each[1:]) == {None}
     parsed = create(server, max_completion_tokens=4)
     assert parsed.usage.completion_tokens == 4
+
+
+def test_openais_async_client_has_many_streams(server: Any, sync: LLM) -> None:
+    """Conversations that are answered at once have the texts that each has alone."""
+    asked = [[MESSAGES[0], {"role": "user", "content": f"Hi {number}"}] for number in range(8)]
+    outputs = sync.chat(asked, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+
+    async def all_of_them() -> list[tuple[str, int]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="sk-two") as client:
+
+            async def one(messages: Any) -> tuple[str, int]:
+                text, usage = "", None
+                async for chunk in await client.chat.completions.create(
+                    model="tiny", messages=messages, temperature=0, max_tokens=20, stream=True,
+                    stream_options={"include_usage": True},
+                ):  # fmt: skip
+                    text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                    usage = chunk.usage or usage
+                assert usage is not None
+                return text, usage.completion_tokens
+
+            return await asyncio.gather(*map(one, asked))
+
+    assert asyncio.run(all_of_them()) == [
+        (output.outputs[0].text, len(output.outputs[0].token_ids)) for output in outputs
+    ]
 
 
 def test_developer_is_system(server: Any) -> None:

@@ -141,6 +141,7 @@ def test_connections_have_a_bound(start: Any, until: Any) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as one_more:
             head, _, body = until_closed(one_more).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503")
+        assert b"\r\nretry-after: 1\r\n" in head
         assert json.loads(body)["error"]["type"] == "server_error"
         opened[0].sendall(VERSION)
         assert opened[0].recv(1000).startswith(b"HTTP/1.1 200")

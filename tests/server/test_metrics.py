@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_module.runtime.metrics import RequestStateStats
-from vllm_module.server.metrics import Histograms, prometheus_text
+from vllm_module.runtime.metrics import RequestStateStats, Totals, engine_metrics
+from vllm_module.server.metrics import prometheus_text
 
 FIRST, TOKEN, WHOLE = (
     "vllm:time_to_first_token_seconds",
@@ -17,9 +17,10 @@ FIRST, TOKEN, WHOLE = (
 )
 
 
-def read(histograms: Histograms, name: str) -> tuple[dict[float, int], float, int]:
+def read(totals: Totals, name: str) -> tuple[dict[float, int], float, int]:
     """Return the count of each bucket by its upper edge, the sum, and the number of values."""
-    text = prometheus_text((), histograms, "m")
+    text = prometheus_text(engine_metrics(totals, {}, {}), "m")
+    assert text.count(f"# TYPE {name} histogram\n") == 1
     buckets = re.findall(rf'^{name}_bucket{{model_name="m",le="([^"]+)"}} (\d+)$', text, re.M)
     (total,) = re.findall(rf"^{name}_sum{{[^}}]+}} (.+)$", text, re.M)
     (count,) = re.findall(rf"^{name}_count{{[^}}]+}} (\d+)$", text, re.M)
@@ -29,17 +30,17 @@ def read(histograms: Histograms, name: str) -> tuple[dict[float, int], float, in
 @pytest.mark.parametrize("name", [FIRST, TOKEN, WHOLE])
 def test_a_bucket_has_all_values_up_to_its_edge(name: str) -> None:
     """Values on each edge, between two, below the first and above the last."""
-    edges = list(read(Histograms(), name)[0])
+    edges = list(read(Totals(), name)[0])
     assert edges == sorted(edges)
     assert edges[-1] == float("inf")
     between = [(low + high) / 2 for low, high in pairwise(edges[:-1])]
     values = [0.0, *edges[:-1], *between, 2 * edges[-2]]
-    histograms = Histograms()
+    totals = Totals()
     for value in values:
         stats = RequestStateStats(num_generation_tokens=2, last_token_ts=value)
         stats.first_token_latency = value if name == FIRST else 0.0
-        histograms.observe(stats)
-    buckets, total, count = read(histograms, name)
+        totals.end("stop", stats)
+    buckets, total, count = read(totals, name)
     assert buckets == {edge: sum(value <= edge for value in values) for edge in edges}
     assert (total, count) == (pytest.approx(sum(values)), len(values))
 
@@ -53,16 +54,16 @@ def test_the_time_of_a_token_is_the_mean_of_those_after_the_first(tokens: int) -
     )
     for time in times:
         stats.add_token(time)
-    histograms = Histograms()
-    histograms.observe(stats)
+    totals = Totals()
+    totals.end("stop", stats)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps) if gaps else 0.0
-    assert read(histograms, TOKEN)[1:] == (pytest.approx(mean), int(bool(gaps)))
-    assert read(histograms, FIRST)[1:] == (2.0, 1)
-    assert read(histograms, WHOLE)[1:] == (times[-1] - 3.0, 1)
+    assert read(totals, TOKEN)[1:] == (pytest.approx(mean), int(bool(gaps)))
+    assert read(totals, FIRST)[1:] == (2.0, 1)
+    assert read(totals, WHOLE)[1:] == (times[-1] - 3.0, 1)
 
 
 def test_a_request_without_a_token_is_not_counted() -> None:
-    histograms = Histograms()
-    histograms.observe(RequestStateStats(queued_ts=3.0))
-    assert all(read(histograms, name)[2] == 0 for name in (FIRST, TOKEN, WHOLE))
+    totals = Totals()
+    totals.end("stop", RequestStateStats(queued_ts=3.0))
+    assert all(read(totals, name)[2] == 0 for name in (FIRST, TOKEN, WHOLE))

@@ -9,10 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vllm_module.server.growing_text import ToolCall
-from vllm_module.server.parsers import _REASONING, Parser, format_of, reasoning_of
-from vllm_module.server.tool_formats import FORMATS
+from vllm_module.server.parsers import _REASONING, Parser, format_of, reasoning_of, switch_of
+from vllm_module.server.tool_formats import CHOSEN, FORMATS
 from vllm_module.server.tools import Formats
 
 THINK = ("<think>", "</think>")
@@ -236,14 +237,25 @@ BEGINS = [
 ]
 
 
+ALL_WRITTEN = {
+    **WRITTEN,
+    "llama3": '{"name": "now", "parameters": {"a": ";"}}; {"name": "now", "parameters": {}}',
+    CHOSEN: '[{"name": "now", "parameters": {"a": ["]"]}}, {"name": "f", "arguments": {}}]',
+}
 SPLITS = int(os.environ.get("SPLITS", "2000"))  # of each format
 
 
-def drawn_text(random: Random, name: str) -> str:
-    """Draw a text of marks and fragments, some of them cut short."""
+def drawn_text(random: Random, name: str | None) -> str:
+    """Draw a text of marks and fragments, some of them cut short.
+
+    Half of them have calls that are whole.
+    """
     text = random.choice(["", " ", '{"name": "f"};', *BEGINS])
+    calls = ALL_WRITTEN.get(str(name), " ")
+    if random.randint(0, 1):
+        text += calls
     for _ in range(random.randint(0, 10)):
-        piece = random.choice([*FRAGMENTS, WRITTEN.get(name, " "), " "])
+        piece = random.choice([*FRAGMENTS, calls, " "])
         text += piece[: random.randint(1, len(piece))]
     return text
 
@@ -256,16 +268,17 @@ def drawn_split(random: Random, text: str) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
+@pytest.mark.parametrize("name", [*FORMATS, CHOSEN, None])
+def test_for_every_split_the_deltas_are_those_of_the_whole(name: str | None) -> None:
     """The law of this room: no delta depends on where the text was split."""
-    random, found = Random(name), set[Any]()
+    random, found, calls = Random(str(name)), set[Any](), 0
     for _ in range(0, SPLITS, 10 * (1 + len(_REASONING))):
         text, reasons = drawn_text(random, name), bool(random.randint(0, 1))
         for reasoning in (None, *_REASONING):
             whole = parsed([text], name, reasoning, reasons=reasons)
             if whole[0] and whole[1]:
                 found.add(reasoning)
+            calls += len(whole[2])
             for call in whole[2]:
                 assert call.name
                 assert isinstance(json.loads(call.arguments), dict)
@@ -274,6 +287,7 @@ def test_for_every_split_the_deltas_are_those_of_the_whole(name: str) -> None:
                 assert parsed(parts, name, reasoning, reasons=reasons) == whole, parts
     if name != "harmony":  # whose channels are reasoning, whatever the marks
         assert found >= {*_REASONING}, "no text had reasoning and content"
+    assert bool(calls) == (name is not None)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +328,57 @@ def test_a_template_tells_its_format() -> None:
     assert reasoning_of("{{ content.split('</think>') }}") == THINK
     assert reasoning_of("{{ '[THINK]' + thought + '[/THINK]' }}") == ("[THINK]", "[/THINK]")
     assert reasoning_of("{{ messages }}") is None
+    # As Qwen 3, GLM 4.5, DeepSeek V3.1, Granite 3.3 and Llama 3 write it.
+    for template, switch in (
+        ("{%- if enable_thinking is defined and enable_thinking is false %}", "enable_thinking"),
+        ("'/nothink' if (enable_thinking is defined and not enable_thinking)", "enable_thinking"),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}", "thinking"),
+        ("{%- if thinking %}", "thinking"),
+        ("{%- if message.thinking %}{{ message.thinking }}{% endif %}", None),
+        ("{%- if thinking_budget %}", None),
+    ):
+        assert switch_of(template) == Formats.of(template).switch == switch
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Tokenizer:
+    """Return a tokenizer of bytes that joins some, also across spaces and marks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator(["<think>Let me see. </think> Yes.", "a b  c\n\nd, a b"], trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", [None, "harmony"])
+def test_tokens_of_reasoning_are_those_that_begin_in_it(pairs: Tokenizer, name: str | None) -> None:
+    """Beside the places of tokens in the text that tokenizers tells, for texts split anywhere.
+
+    Letters of several tokens are whole on one side. Spaces beside marks are no reasoning.
+    """
+    random, found = Random(str(name)), set[int]()
+    begin, end = THINK if name is None else ("<|channel|>analysis<|message|>", "<|end|>")
+    for _ in range(200):
+        texts = [
+            "".join(random.choice(["a b", " c", "é", "𝄞", "\n", ". ", "d,"]) for _ in range(count))
+            for count in (random.randint(0, 12), random.randint(0, 12))
+        ]
+        thought = texts[0].strip(" \n") if name is None else texts[0].rstrip(" \n")
+        text = f"{begin}{texts[0]}{end}{texts[1]}"
+        encoding, parser = pairs.encode(text), Parser(name, THINK)
+        assert pairs.decode(encoding.ids) == text
+        for part in drawn_split(random, text):
+            parser.feed(part)
+        parser.finish()
+        start = text.index(thought, len(begin))
+        within = range(start, start + len(thought))
+        count = sum(at in within for at, _ in encoding.offsets)
+        assert parser.reasoning_tokens(encoding.ids, pairs.decode) == count
+        assert parser.reasoned == bool(thought)
+        found.add(count - len(thought))
+    assert min(found) < 0 < max(found)  # fewer and more tokens than letters
 
 
 def test_an_unknown_format_is_named() -> None:

@@ -29,8 +29,11 @@ from vllm_module.server.tools import Formats
 
 # pytest would take this class for a test.
 Runner.__test__ = False  # type: ignore[attr-defined]
-KEY = "sk-one-of-two"
+KEY, ADMIN = "sk-one-of-two", "sk-admin"
 MODEL = "gpt-5-claude-4-tiny"  # a name for which the cases of reasoning are run, too
+QUICK = "<quick>"  # what the template writes if the model should not reason
+SWITCHED = Formats(switch="enable_thinking")
+MARKED = Formats(None, (">", "t"))  # the prompt ends with the first
 SPECS = Path(cli.__file__).parent / "specs"
 WEATHER = {"name": "get_weather", "description": "Weather.", "strict": None}
 SCHEMA = {
@@ -46,6 +49,9 @@ def words(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model that likes letters and ends after some, but not at once."""
     path = tmp_path_factory.mktemp("words") / "checkpoint"
     shutil.copytree(folder, path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] += f"{{% if enable_thinking is false %}}{QUICK}{{% endif %}}"
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     letters = [tokenizer.token_to_id(letter) for letter in string.ascii_lowercase]
     end = tokenizer.encode("\0").ids[0]
@@ -71,7 +77,7 @@ def words(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(words: Path, engine: Callable[..., Any], start: Callable[..., Any]) -> Iterator[Any]:
     llm = engine.func(words, max_num_seqs=8)  # type: ignore[attr-defined]
     with start(AsyncLLM(llm)) as served:
-        served.state.names = [MODEL]
+        served.state.names, served.state.formats = [MODEL], SWITCHED
         yield served
 
 
@@ -214,6 +220,52 @@ def test_no_block_of_messages_is_lost(role: str) -> None:
                 ]
 
 
+def test_answers_of_a_schema_in_messages(served: Any) -> None:
+    """As ``client.messages.parse`` of Anthropic's client asks for them."""
+    body = {**HI, "max_tokens": 200, "output_config": {"format": FORMAT}}
+    status, answer = served.ask("POST", "/v1/messages", {"model": MODEL, **body})
+    (block,) = answer["content"]
+    assert (status, json.loads(block["text"])) == (200, {"city": "Rome"})
+
+
+@pytest.mark.parametrize(
+    ("formats", "accepted"),
+    [
+        (SWITCHED, {"adaptive": "", "enabled": "", "disabled": QUICK}),
+        (MARKED, {"adaptive": "", "enabled": "", "disabled": None}),
+        (Formats("harmony"), {"adaptive": "", "enabled": "", "disabled": None}),
+        (Formats(), {"adaptive": "", "enabled": "", "disabled": ""}),
+    ],
+    ids=["switched", "marked", "harmony", "plain"],
+)
+def test_thinking_is_as_the_client_wants_it(
+    served: Any, formats: Formats, accepted: dict[str, str | None]
+) -> None:
+    """The template is told, or the model does so anyway; else the request is refused.
+
+    The prompt has what the template writes: each of its characters is a token.
+    """
+    served.state.formats = formats
+    try:
+        counts = {}
+        for kind in (None, *accepted):
+            thinking = None if kind is None else {"type": kind}
+            body = {"model": MODEL, **HI, "max_tokens": 1, "thinking": thinking}
+            status, answer = served.ask("POST", "/v1/messages", body)
+            usage = answer.get("usage")
+            counts[kind] = usage and usage["input_tokens"] + usage["cache_read_input_tokens"]
+            if status != 200:
+                assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+                assert f"thinking cannot be {kind}" in answer["error"]["message"]
+    finally:
+        served.state.formats = SWITCHED
+    plain = counts.pop(None)
+    assert counts == {
+        kind: None if written is None else plain + len(written)
+        for kind, written in accepted.items()
+    }
+
+
 def test_stop_sequences_and_limits_in_messages(served: Any) -> None:
     """The reason tells at which sequence, or that max_tokens was reached."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300}
@@ -275,7 +327,7 @@ def test_errors_of_messages_have_their_shape(served: Any) -> None:
 
 def test_responses_stream_items(served: Any) -> None:
     """Reasoning and a message are items; deltas put together are the text that is done."""
-    served.state.formats = Formats(None, (">", "t"))  # the prompt ends with the first
+    served.state.formats = MARKED
     try:
         body = {"input": "Hi", "max_output_tokens": 300}
         for seed in range(40):
@@ -286,7 +338,10 @@ def test_responses_stream_items(served: Any) -> None:
         else:
             pytest.fail("no answer had reasoning and a message")
     finally:
-        served.state.formats = Formats()
+        served.state.formats = SWITCHED
+    # Each byte is a token, and marks are no reasoning.
+    thought = final["output"][0]["content"][0]["text"]
+    assert final["usage"]["output_tokens_details"] == {"reasoning_tokens": len(thought.encode())}
     for kind, item in (("reasoning", 0), ("output_text", 1)):
         deltas = [each["delta"] for each in events if each["type"] == f"response.{kind}.delta"]
         (done,) = [each["text"] for each in events if each["type"] == f"response.{kind}.done"]
@@ -325,6 +380,7 @@ def test_calls_and_outputs_in_responses(served: Any) -> None:
 
 
 FUNCTION = {"name": "f", "description": "d"}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
 SAMPLED = {"temperature": 0.25, "top_p": 0.5, "seed": 7}
 SAME = {"model": MODEL, "stream": True, "cache_salt": "s", **SAMPLED}
 IN_CHAT = {
@@ -349,8 +405,8 @@ IN_CHAT = {
                 "tools": [{"type": "function", **FUNCTION, "parameters": SCHEMA}],
                 "tool_choice": {"type": "function", "name": "f"},
                 "parallel_tool_calls": False,
-                "text": {"format": {"type": "text"}},
-                "reasoning": {"effort": "high"},
+                "text": {"format": {"type": "text"}, "verbosity": "medium"},
+                "reasoning": {"effort": "high", "summary": "auto"},
             },
             {"response_format": {"type": "text"}, "reasoning_effort": "high"},
         ),
@@ -363,8 +419,14 @@ IN_CHAT = {
                 "tools": [{**FUNCTION, "input_schema": SCHEMA}],
                 "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
                 "stop_sequences": ["a"],
+                "thinking": {"type": "adaptive"},
+                "output_config": {"effort": "high", "format": FORMAT},
             },
-            {"stop": ["a"]},
+            {
+                "stop": ["a"],
+                "response_format": {"type": "json_schema", "json_schema": FORMAT},
+                "reasoning_effort": "high",
+            },
         ),
     ],
 )
@@ -391,6 +453,38 @@ def test_a_response_that_reaches_its_limit_is_incomplete(served: Any, count: int
     assert answer["usage"]["output_tokens"] == answer["max_output_tokens"] == count
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_an_aborted_response_does_not_say_that_it_reached_a_limit(served: Any) -> None:
+    body = {"model": MODEL, "input": "Hi", "extra_body": {"ignore_eos": True}}
+    with served.client().responses.create(stream=True, **body) as stream:
+        name = next(iter(stream)).response.id
+        assert served.ask("POST", "/abort", {"request_id": name}, ADMIN)[0] == 200
+        *_, last = stream
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+    assert last.response.incomplete_details.reason == "abort"
+
+
+def test_every_protocol_counts_tokens_of_reasoning(served: Any) -> None:
+    """Whole and streamed, of each choice; a token is a byte, so all but the marks are counted."""
+    served.state.formats = MARKED
+    body = {**HI, "model": MODEL, "max_tokens": 60, "n": 3, "seed": 1}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    try:
+        chat = served.client().chat.completions
+        whole = chat.create(**body)
+        *_, last = chat.create(**body, **options)
+        answer = served.ask("POST", "/v1/messages", {**body, "n": 1})[1]
+    finally:
+        served.state.formats = SWITCHED
+    thoughts = [choice.message.reasoning_content or "" for choice in whole.choices]
+    count = sum(len(thought.encode()) for thought in thoughts)
+    assert whole.usage.completion_tokens_details.reasoning_tokens == count > 0
+    assert last.usage == whole.usage
+    thinking = [block["thinking"] for block in answer["content"] if block["type"] == "thinking"]
+    assert answer["usage"]["output_tokens_details"] == {
+        "thinking_tokens": len(thinking[0].encode())
+    }
 
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -439,6 +533,33 @@ def test_salts_keep_pages_apart_in_every_protocol(served: Any, path: str) -> Non
     [
         ("/v1/responses", {"input": "a", "n": 2}, "n is not supported here"),
         ("/v1/messages", {**HI, "n": 2}, "n is not supported here"),
+        ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "verbosity should be 'med"),
+        ("/v1/responses", {"input": "a", "text": {"style": "x"}}, "no argument 'style'"),
+        (
+            "/v1/responses",
+            {"input": "a", "reasoning": {"summary": "detailed"}},
+            "summary should be",
+        ),
+        ("/v1/responses", {"input": "a", "reasoning": {"budget": 1}}, "no argument 'budget'"),
+        ("/v1/messages", {**HI, "output_config": {"task_budget": {}}}, "no argument 'task_budget'"),
+        (
+            "/v1/messages",
+            {**HI, "output_config": {"format": {"type": "x"}}},
+            "response_format shou",
+        ),
+        ("/v1/messages", {**HI, "thinking": {"type": "x"}}, "thinking: type should be 'enabled'"),
+        (
+            "/v1/messages",
+            {**HI, "thinking": {"type": "adaptive", "display": "omitted"}},
+            "display should be 'summarized'",
+        ),
+        (
+            "/v1/chat/completions",
+            {**HI, "reasoning": {"summary": "detailed"}},
+            "reasoning is not supported here",
+        ),
+        ("/v1/chat/completions", {**HI, "reasoning": {"effort": "low"}}, "reasoning is not supp"),
+        ("/v1/chat/completions", {**HI, "verbosity": "low"}, "verbosity is not supported here"),
         ("/v1/messages", {**HI, "return_token_ids": True}, "return_token_ids is not supported"),
         ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0] is not supported"),
         (
@@ -460,6 +581,17 @@ def test_salts_keep_pages_apart_in_every_protocol(served: Any, path: str) -> Non
             "input[1].content[1] is not supported: only parts of text are, got type 'input_audio'",
         ),
         ("/v1/responses", {"input": [{"type": "input_image"}]}, "input[0] is not supported"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": {"a": 1}}]},
+            "input[0].content should be text or a list of parts",
+        ),
+        ("/v1/messages", {**HI, "system": {"a": 1}}, "system.content should be text or a list"),
+        (
+            "/v1/messages",
+            {"system": "a", "messages": [{"role": "x", "content": "a"}], "max_tokens": 1},
+            "messages[0].role should be one of",
+        ),
         ("/v1/responses", {"input": 3}, "input should be text or a list of items"),
         ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id is"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "mcp"}]}, "a tool of type"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
@@ -199,6 +201,55 @@ def test_answers_of_a_schema(server: Any) -> None:
         logit_bias=bias(server, {" ": -80, "}": 50}),
     )
     assert isinstance(json.loads(anything.choices[0].message.content), dict)
+
+
+class Forecast(BaseModel):
+    """Weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+    day: Literal[1, 2, 3]
+
+
+def test_openais_async_client_has_tools_and_objects(server: Any) -> None:
+    """Its own helpers put calls and answers of schemas together, whole and streamed, at once."""
+    tool = openai.pydantic_function_tool(Forecast)
+    common: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 200}
+
+    async def streamed_calls(client: openai.AsyncOpenAI, seed: int) -> list[Any]:
+        chat, found = client.chat.completions, []
+        asked = chat.stream(**common, seed=seed, tools=[tool], tool_choice="required")
+        async with asked as stream:
+            async for event in stream:
+                if event.type == "tool_calls.function.arguments.done":
+                    found.append(event.parsed_arguments)
+            message = (await stream.get_final_completion()).choices[0].message
+        assert [call.function.parsed_arguments for call in message.tool_calls] == found
+        return found
+
+    async def streamed_object(client: openai.AsyncOpenAI, seed: int) -> list[Any]:
+        chat = client.chat.completions
+        async with chat.stream(**common, seed=seed, response_format=Forecast) as stream:
+            return [event.parsed async for event in stream if event.type == "content.done"]
+
+    async def whole_objects(client: openai.AsyncOpenAI, seed: int) -> list[Any]:
+        answer, response = await asyncio.gather(
+            client.chat.completions.parse(**common, seed=seed, response_format=Forecast),
+            client.responses.parse(
+                model="tiny", input="Weather?", text_format=Forecast, extra_body={"seed": seed}
+            ),
+        )
+        return [answer.choices[0].message.parsed, response.output_parsed]
+
+    async def all_of_them() -> list[list[Any]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="sk-two") as client:
+            kinds = (streamed_calls, streamed_object, whole_objects)
+            return await asyncio.gather(
+                *(kind(client, seed) for seed in range(3) for kind in kinds)
+            )
+
+    for found in asyncio.run(all_of_them()):
+        assert found
+        assert all(isinstance(each, Forecast) for each in found)
 
 
 def test_reasoning_is_apart(server: Any) -> None:

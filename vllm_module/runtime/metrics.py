@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+# Upper edges of buckets in seconds, as in vLLM.
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+          10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+          20.0, 40.0, 80.0)  # fmt: skip
+_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+          240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 
 
 @dataclass
@@ -81,6 +89,33 @@ class Gauge(Metric):
 
 
 @dataclass
+class Histogram(Metric):
+    """How many values were observed, their sum, and how many were at most each upper edge."""
+
+    count: int = 0
+    sum: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.count += 1
+        self.sum += value
+        for edge in self.buckets:
+            self.buckets[edge] += value <= float(edge)
+
+
+def _times() -> list[Histogram]:
+    return [
+        Histogram(f"vllm:{name}_seconds", buckets=dict.fromkeys([*map(str, edges), "+Inf"], 0))
+        for name, edges in {
+            "time_to_first_token": _FIRST,
+            "request_time_per_output_token": _TOKEN,
+            "e2e_request_latency": _WHOLE,
+        }.items()
+    ]
+
+
+@dataclass
 class Totals:
     """Sums over all requests of an engine.
 
@@ -91,6 +126,8 @@ class Totals:
         preemptions: number of preempted samples.
         requests: number of ended requests, by the finish reason of the sample that ended last.
             Requests that ended because a whole step failed are not counted.
+        times: of the same requests, if they have a token: to the first one, for each after it,
+            and in all.
 
     """
 
@@ -99,12 +136,25 @@ class Totals:
     generation_tokens: int = 0
     preemptions: int = 0
     requests: dict[str, int] = field(default_factory=dict)
+    times: list[Histogram] = field(default_factory=_times)
+
+    def end(self, reason: str, stats: RequestStateStats) -> None:
+        """Count a request that has ended."""
+        self.requests[reason] = self.requests.get(reason, 0) + 1
+        if not stats.num_generation_tokens:
+            return
+        first, token, whole = self.times
+        first.observe(stats.first_token_latency)
+        whole.observe(stats.last_token_ts - stats.queued_ts)
+        if stats.num_generation_tokens > 1:
+            seconds = stats.last_token_ts - stats.first_token_ts
+            token.observe(seconds / (stats.num_generation_tokens - 1))
 
 
 def engine_metrics(
     totals: Totals, labels: dict[str, str], cache: dict[str, int], **now: float
 ) -> list[Metric]:
-    """Return the totals as counters, and the values of ``now`` as gauges.
+    """Return the totals as counters and histograms, and the values of ``now`` as gauges.
 
     The sizes of the cache are labels of a gauge, as in vLLM.
     """
@@ -119,6 +169,7 @@ def engine_metrics(
     for reason, count in totals.requests.items():
         with_reason = {**labels, "finished_reason": reason}
         found.append(Counter("vllm:request_success", with_reason, count))
+    found += [replace(t, labels=dict(labels), buckets=dict(t.buckets)) for t in totals.times]
     found += [Gauge(f"vllm:{k}", dict(labels), v) for k, v in now.items()]
     sizes = {name: str(size) for name, size in cache.items()}
     return [*found, Gauge("vllm:cache_config_info", {**labels, **sizes}, 1)]

@@ -329,8 +329,7 @@ class Requests:
         sequence.finish_reason = reason
         complete_text(sequence, self.tokenizer)
         if sequence.request.finished:
-            ended = self.totals.requests
-            ended[reason] = ended.get(reason, 0) + 1
+            self.totals.end(reason, sequence.request.metrics)
             del self.requests[sequence.request.request_id]
 
     def _end_request(

@@ -7,13 +7,14 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_module.server import chat, completions, messages, operations, responses, tokens
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import Endpoint, Handler, HandlerEndpoint, Keys, Right
 from vllm_module.server.errors import ApiError
+from vllm_module.server.json_answer import json_response
 from vllm_module.server.page import page
 from vllm_module.server.protocol import Body, ChatBody
 from vllm_module.server.state import State
@@ -67,12 +68,13 @@ def routed(endpoint: type[Endpoint], state: Any, keys: Keys, limits: Limits) -> 
     return Starlette(routes=routes, exception_handlers={HTTPException: unanswered})
 
 
-async def unanswered(request: Request, error: Exception) -> JSONResponse:
+async def unanswered(request: Request, error: Exception) -> Response:
     """Answer what no route does: another path, or another method."""
     assert isinstance(error, HTTPException)
     message = {
         404: "there is no such path: /v1/models, /v1/completions and others are in the docs",
         405: f"this path has no {request.method}",
     }.get(error.status_code, error.detail)
-    told = ApiError(error.status_code, message)
-    return JSONResponse(told.body, error.status_code, headers=error.headers)
+    return json_response(
+        ApiError(error.status_code, message).body, error.status_code, error.headers
+    )

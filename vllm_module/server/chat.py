@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_module.runtime.sampling.sampler import Logprob
-from vllm_module.server.conversation import Conversation
+from vllm_module.server.conversation import Conversation, checked_messages
 from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import ChoiceDelta, ChoicesAnswer, bounded, ranked, token_text
@@ -18,6 +18,7 @@ async def chat_completions(state: State, body: ChatBody) -> Answer:
     """Answer a conversation."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    body.messages = checked_messages(body.messages)
     answer = _Messages(body, await Conversation.begin(state, body, "chatcmpl"))
     return answer.events() if body.stream else await answer.whole()
 
@@ -54,6 +55,14 @@ class _Messages(ChoicesAnswer):
             "stop_reason": delta.stop_reason,
             "token_ids": delta.token_ids if body.return_token_ids else None,
         }
+
+    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        choice = self.choice(delta)
+        if delta.finish_reason is None or "tool_calls" not in choice["delta"]:
+            return [choice]
+        # OpenAI's client misses the end of a call that comes with the end of the message.
+        end: dict[str, Any] = {"delta": {}, "logprobs": None, "token_ids": None}
+        return [{**choice, "finish_reason": None, "stop_reason": None}, {**choice, **end}]
 
     def _message(self, delta: ChoiceDelta) -> dict[str, Any]:
         new = self._new(delta)

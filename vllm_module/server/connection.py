@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import h11
-from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vllm_module.server.errors import ApiError
+from vllm_module.server.json_answer import json_response
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Connection(H11Protocol):
         return self.cycle is None or bool(self.conn.trailing_data[0])
 
     def _refuse(self, error: ApiError) -> None:
-        answer = JSONResponse(error.body)
+        answer = json_response(error.body, error.status)
         headers = [*answer.raw_headers, (b"connection", b"close")]
         response = h11.Response(status_code=error.status, headers=headers)
         for event in (response, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):

@@ -6,7 +6,8 @@ and the turns of a :class:`Conversation` into its own answer.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -20,7 +21,9 @@ from vllm_module.server.protocol import ChatBody
 from vllm_module.server.state import State
 from vllm_module.server.tools import AnswerForm
 
+_BEFORE = 4  # tokens of the prompt, on which the text of the first ones after it may depend
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_OF_TOOLS = {name: name for name in ("name", "description", "strict")}
 _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 
 
@@ -29,6 +32,7 @@ class Conversation(Continuation):
 
     Attributes:
         calls: number of calls in each choice so far.
+        reasoning_tokens: number of tokens of reasoning in each choice that has ended.
         last: the last piece of a choice that has ended.
         blocks: those of the only choice, while :meth:`changes` runs.
 
@@ -53,15 +57,16 @@ class Conversation(Continuation):
         self._form = form
         self._parsers: dict[int, Parser] = {}
         self.calls: dict[int, int] = {}
+        self.reasoning_tokens: dict[int, int] = {}
         self.last: ChoiceDelta | None = None
         self.blocks = Blocks()
 
     @staticmethod
     async def begin(state: State, body: ChatBody, kind: str) -> Conversation:
-        """Check a request and format its messages. ``kind`` begins the id of the answer."""
+        """Format the messages, which are checked. ``kind`` begins the id of the answer."""
         state.engine(body.model)
         form = AnswerForm.of(body, state.formats)
-        prompt = await state.chat_prompt(checked_messages(body.messages), body, form.tools)
+        prompt = await state.chat_prompt(body.messages, body, form.tools)
         return Conversation(state, body, kind, prompt, form)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
@@ -69,7 +74,18 @@ class Conversation(Continuation):
         async with aclosing(super().deltas()) as deltas:
             async for delta in deltas:
                 delta.parts = self._parts(delta)
+                if delta.finish_reason is not None and self._parsers[delta.index].reasoned:
+                    # In a thread, because it decodes the text several times.
+                    count = await asyncio.to_thread(self._count_reasoning, delta)
+                    self.reasoning_tokens[delta.index] = count
                 yield delta
+
+    def usage(self, generated: bool = True) -> dict[str, Any]:
+        """Return the counts of tokens, so far; those of reasoning once a choice has ended."""
+        count = sum(self.reasoning_tokens.values()) if generated else 0
+        return {
+            **super().usage(generated), "completion_tokens_details": {"reasoning_tokens": count},
+        }  # fmt: skip
 
     async def changes(self) -> AsyncGenerator[Change | None, None]:
         """Yield how the blocks of the only choice begin, grow and end.
@@ -84,6 +100,15 @@ class Conversation(Continuation):
                     yield change
         for change in self.blocks.finish():
             yield change
+
+    def _count_reasoning(self, delta: ChoiceDelta) -> int:
+        tokenizer, skips = self.state.tokenizer(), self.params.skip_special_tokens
+        before = delta.output.prompt_token_ids[-_BEFORE:]
+        begin = len(tokenizer.decode(before, skips))
+        (ids,) = [each.token_ids for each in delta.output.outputs if each.index == delta.index]
+        return self._parsers[delta.index].reasoning_tokens(
+            ids, lambda some: tokenizer.decode([*before, *some], skips)[begin:]
+        )
 
     def _parts(self, delta: ChoiceDelta) -> list[Delta]:
         parser = self._parsers.get(delta.index)
@@ -130,3 +155,16 @@ def checked_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             what = shorten(part) if kind is None else f"type {shorten(kind)}"
             raise refusal(f"content[{at}] is not supported: only parts of text are, got {what}")
     return {**message, "role": "system" if role == "developer" else role}
+
+
+def as_function(tool: Mapping[str, Any], kinds: Collection[Any], schema: str) -> dict[str, Any]:
+    """Return a tool of one of these types as chat completions have it.
+
+    ``schema`` is the name under which it has the schema of its arguments.
+    """
+    if (kind := tool.get("type")) not in kinds:
+        message = f"a tool of type {shorten(kind)} is not supported: give functions"
+        raise ApiError(400, message, "tools")
+    names = {**_OF_TOOLS, schema: "parameters"}
+    function = {names[key]: tool[key] for key in names if key in tool}
+    return {"type": "function", "function": function}

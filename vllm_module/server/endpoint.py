@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
@@ -19,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_module.server.connection import Limits
 from vllm_module.server.errors import ApiError, as_api_error
+from vllm_module.server.json_answer import encode, json_response
 from vllm_module.server.json_body import read_json
 from vllm_module.server.protocol import Body
 
@@ -27,7 +27,6 @@ Answer = dict[str, Any] | list[Any] | str | Events
 Handler = Callable[[Any, Any], Awaitable[Answer]]
 Right = Literal["open", "api", "admin"]
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 SMALL_BODY = 1 << 16  # bytes of a body that is checked before another request is
 _STREAMED = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -240,20 +239,8 @@ def _told(error: Exception) -> ApiError:
     return told
 
 
-def _encode(value: object, in_parts: bool = False) -> bytes:
-    # At once, the encoder holds the GIL until all of a value is encoded.
-    text = "".join(_ENCODER.iterencode(value)) if in_parts else _ENCODER.encode(value)
-    return text.encode(errors="replace")
-
-
 def event_message(value: dict[str, Any]) -> Message:
     """Return a server-sent event, as ASGI sends it."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
-    body = b"%bdata: %b\n\n" % (name, _encode(value))
+    body = b"%bdata: %b\n\n" % (name, encode(value))
     return {"type": "http.response.body", "body": body, "more_body": True}
-
-
-def json_response(value: object, status: int = 200, *, in_parts: bool = False) -> Response:
-    """Return a JSON value as an answer; in parts, other threads run while it is encoded."""
-    headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}.get(status)
-    return Response(_encode(value, in_parts), status, headers, "application/json")

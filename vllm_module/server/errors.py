@@ -35,6 +35,11 @@ class ApiError(Exception):
         return {"error": entries}
 
 
+def loading() -> ApiError:
+    """Return the refusal of a request before the model is loaded."""
+    return ApiError(503, "the model is loading: try again later", code="loading")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Return what a client is told of an error: its own mistakes are 400, the engine's 5xx."""
     if isinstance(error, ApiError):

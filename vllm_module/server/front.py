@@ -31,7 +31,8 @@ from vllm_module.server.endpoint import (
     event_message,
     work_until_gone,
 )
-from vllm_module.server.errors import ApiError
+from vllm_module.server.errors import ApiError, loading
+from vllm_module.server.json_answer import json_response
 from vllm_module.server.json_body import read_json
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -95,7 +96,7 @@ class Front:
     def loaded(self) -> Backends:
         """Return the backends. Raises ``ApiError`` while they load, and if all have ended."""
         if self.backends is None:
-            raise ApiError(503, "the model is loading: try again later", code="loading")
+            raise loading()
         if not self.backends.alive():
             raise _ended(self.backends)
         return self.backends
@@ -277,8 +278,8 @@ class _Forward(Endpoint):
                 if backend not in backends.alive():  # the others are all
                     return None
                 message = f"engine {backend.number} gave no answer, and others may have: {error}"
-                told = json.dumps(self.kind.told(ApiError(500, message))).encode()
-                return _Whole(backend, 500, [(b"content-type", b"application/json")], told)
+                answer = json_response(self.kind.told(ApiError(500, message)), 500)
+                return _Whole(backend, 500, answer.raw_headers, bytes(answer.body))
 
         return [each for each in await asyncio.gather(*map(whole, whom)) if each is not None]
 

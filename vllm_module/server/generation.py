@@ -106,8 +106,6 @@ class Continuation:
                 if output.error is not None:
                     own = output.error.startswith("structured_outputs: ")  # the client's grammar
                     raise ApiError(400 if own else 500, output.error)
-                if output.finished:
-                    self.state.histograms.observe(output.metrics)
                 for sample in output.outputs:
                     index = prompt * self.params.n + sample.index
                     characters, tokens = told.get(index, (0, 0))
@@ -188,16 +186,20 @@ class ChoicesAnswer:
                 if delta.first and (begin := self.begin(delta)) is not None:
                     counts = {"usage": usage(generated=False)} if counted else self.uncounted
                     yield {**self._head, **self.beside(delta), "choices": [begin], **counts}
-                choice = self.choice(delta)
-                if any(map(choice.get, _SHOWN)):
-                    counts = {"usage": usage()} if counted else self.uncounted
-                    yield {**self._head, "choices": [choice], **counts}
+                for choice in self.chunks(delta):
+                    if any(map(choice.get, _SHOWN)):
+                        counts = {"usage": usage()} if counted else self.uncounted
+                        yield {**self._head, "choices": [choice], **counts}
         if last:
             yield {**self._head, "choices": [], "usage": usage()}
 
     def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the choice of a whole answer or of a chunk."""
         raise NotImplementedError
+
+    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """Return the choices of the chunks that tell of a delta."""
+        return [self.choice(delta)]
 
     def begin(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """Return a choice that is told before the first one has anything."""

@@ -35,15 +35,24 @@ class GrowingText:
 
     Attributes:
         rest: what was not taken yet.
+        length: characters of all text so far.
         ended: whether no more text comes.
         unclosed: number of times that JSON began, and did not end with the text.
+        reasoning: where parts that are reasoning begin and end, in characters of all text.
 
     """
 
     def __init__(self) -> None:
         self.rest = ""
+        self.length = 0
         self.ended = False
         self.unclosed = 0
+        self.reasoning: list[tuple[int, int]] = []
+
+    def grow(self, text: str) -> None:
+        """Add text at the end."""
+        self.rest += text
+        self.length += len(text)
 
     def take(self, length: int) -> str:
         """Take ``length`` characters from the beginning."""
@@ -61,18 +70,28 @@ def until(
     any_mark = re.compile("|".join(map(re.escape, marks)))
     while True:
         if marks and (found := any_mark.search(text.rest)):
-            yield _delta(text.take(found.end())[: found.start()].rstrip(SPACE), kind)
+            length = len(text.rest[: found.start()].rstrip(SPACE))
+            yield _delta(text, length, kind)
+            text.take(found.end() - length)
             return found[0]
         if text.ended:
-            yield _delta(text.take(len(text.rest)), kind)
+            yield _delta(text, len(text.rest), kind)
             return ""
         certain = text.rest[: len(text.rest) - _begun(text.rest, marks)]
-        yield _delta(text.take(len(certain.rstrip(SPACE) if marks else certain)), kind)
+        yield _delta(text, len(certain.rstrip(SPACE) if marks else certain), kind)
         yield None
 
 
-def _delta(text: str, kind: Kind) -> Delta:
-    return Delta(content=text) if kind == "content" else Delta(reasoning=text)
+def _delta(text: GrowingText, length: int, kind: Kind) -> Delta:
+    """Take ``length`` characters as ``kind``."""
+    begin = text.length - len(text.rest)
+    taken = text.take(length)
+    if kind == "content" or not taken:
+        return Delta(content=taken)
+    if text.reasoning and text.reasoning[-1][1] == begin:
+        begin, _ = text.reasoning.pop()
+    text.reasoning.append((begin, text.length - len(text.rest)))
+    return Delta(reasoning=taken)
 
 
 def _begun(text: str, marks: Sequence[str]) -> int:

@@ -8,17 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import Conversation
+from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ANY, ONE_ANSWER, ChatBody, ConversationBody, Listed
+from vllm_module.server.protocol import (
+    ONE_ANSWER,
+    ChatBody,
+    ConversationBody,
+    Entries,
+    Listed,
+    refused,
+)
 from vllm_module.server.state import State
+from vllm_module.server.tools import Formats
 
 _STOP_REASONS = {"length": "max_tokens", "abort": "end_turn"}
 _DELTAS = {
@@ -28,22 +36,36 @@ _DELTAS = {
 }
 
 
+class Thinking(Entries):
+    """Whether the model should reason. All reasoning is shown; its budget is no limit."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1)
+    display: Literal["summarized"] | None = None
+
+
+class OutputConfig(Entries):
+    """How the model should answer."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class MessagesBody(ConversationBody):
     """The body of /v1/messages."""
 
     unsupported = {
         **ONE_ANSWER,
-        "thinking": ANY,
-        "container": (),
-        "context_management": (),
+        **refused("container", "context_management"),
         "mcp_servers": ([],),
-        "output_config": ANY,
         "service_tier": ("auto", "standard_only"),
     }
     messages: Listed[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     system: Any = None
     stop_sequences: Listed[str] = []
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
     tool_choice: dict[str, Any] | None = None
 
     @classmethod
@@ -60,15 +82,35 @@ class MessagesBody(ConversationBody):
 
 async def messages(state: State, body: MessagesBody) -> Answer:
     """Answer a conversation."""
-    answer = _Answer(await Conversation.begin(state, _chat_body(body), "msg"))
+    chat = _chat_body(body, _switch(body.thinking, state.formats))
+    answer = _Answer(await Conversation.begin(state, chat, "msg"))
     return answer.events() if body.stream else await answer.whole()
 
 
-def _chat_body(body: MessagesBody) -> ChatBody:
-    """Return the request in OpenAI's words."""
-    listed = [] if body.system is None else [{"role": "system", "content": body.system}]
+def _switch(thinking: Thinking | None, formats: Formats) -> dict[str, bool]:
+    """Return the variable of the template that lets the model reason, or not, as is wanted.
+
+    A model whose template has none does what it always does: what is allowed to reason need not.
+    Raises ``ApiError`` if it always reasons, and should not.
+    """
+    if thinking is None:
+        return {}
+    if formats.switch is not None:
+        return {formats.switch: thinking.type != "disabled"}
+    if thinking.type == "disabled" and formats.reasons:
+        message = "thinking cannot be disabled: by its chat template, this model always reasons"
+        raise ApiError(400, message, "thinking", "unsupported")
+    return {}
+
+
+def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -> ChatBody:
+    """Return the request in OpenAI's words, with these variables of the template."""
+    listed = []
+    if body.system is not None:
+        listed.append(checked_message({"role": "system", "content": body.system}, "system"))
     for number, message in enumerate(body.messages):
-        listed += _messages(message, f"messages[{number}]")
+        where = f"messages[{number}]"
+        listed += [checked_message(each, where) for each in _messages(message, where)]
     choice = body.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     chosen: Any = {"any": "required", "auto": "auto", "none": "none"}.get(str(kind))
@@ -78,22 +120,16 @@ def _chat_body(body: MessagesBody) -> ChatBody:
         refusal = f"tool_choice.type should be auto, any, tool or none, got {shorten(kind)}"
         raise ApiError(400, refusal, "tool_choice")
     return body.as_chat(
+        body.output_config.format,
+        reasoning_effort=body.output_config.effort,
+        chat_template_kwargs=dict(variables or {}),
         messages=listed,
         max_tokens=body.max_tokens,
-        tools=[_function(tool) for tool in body.tools],
+        tools=[as_function(tool, (None, "custom"), "input_schema") for tool in body.tools],
         tool_choice=chosen,
         parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
         **({"stop": body.stop_sequences} if body.stop_sequences else {}),
     )
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as OpenAI's clients describe it."""
-    if tool.get("type", "custom") != "custom":
-        message = f"a tool of type {shorten(tool['type'])} is not supported: describe functions"
-        raise ApiError(400, message, "tools")
-    function = {key: tool[key] for key in ("name", "description") if key in tool}
-    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
 
 def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
@@ -138,8 +174,7 @@ class _Answer:
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "stop_details": None,
-            "container": None,
+            **dict.fromkeys(("stop_details", "container")),
             "usage": self._usage(),
         }
 
@@ -150,11 +185,11 @@ class _Answer:
             "input_tokens": len(self._conversation.prompts[0]["prompt_token_ids"]) - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "cache_creation": None,
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": None,
-            "server_tool_use": None,
-            "inference_geo": None,
+            "output_tokens_details": {
+                "thinking_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
+            },
+            **dict.fromkeys(("cache_creation", "server_tool_use", "inference_geo")),
             "service_tier": "standard",
         }
 

@@ -81,7 +81,7 @@ async def version(_: State, __: Body) -> dict[str, Any]:
 async def metrics(state: State, _: Body) -> str:
     """Return the engine's metrics, between two steps."""
     found = await state.engine().call(lambda llm: llm.get_metrics())
-    return prometheus_text(found, state.histograms, state.names[0])
+    return prometheus_text(found, state.names[0])
 
 
 async def models(state: State, _: Body) -> dict[str, Any]:

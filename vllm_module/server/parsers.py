@@ -7,7 +7,9 @@ is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_module.server.growing_text import Delta, GrowingText, begins, skip_space, until
@@ -25,6 +27,7 @@ _TOLD_BY = {
     "<|python_tag|>": "llama3",
     '{"name": function name, "parameters":': "llama3",
 }
+_SWITCH = re.compile(r"\b(?:enable_|if |not )thinking\b")
 _PIECE = 4096  # characters
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
@@ -61,7 +64,7 @@ class Parser:
         found = []
         # Each step copies or searches the rest: that of a long text at once, for each of its marks.
         for at in range(0, len(text), _PIECE):
-            self._text.rest += text[at : at + _PIECE]
+            self._text.grow(text[at : at + _PIECE])
             found += self._deltas()
         return found
 
@@ -69,6 +72,22 @@ class Parser:
         """Return the deltas of what was kept back. Nothing may be fed afterwards."""
         self._text.ended = True
         return self._deltas()
+
+    @property
+    def reasoned(self) -> bool:
+        """Whether there was reasoning so far."""
+        return bool(self._text.reasoning)
+
+    def reasoning_tokens(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+        """Return how many of the tokens begin in reasoning; ``ids`` are those of the whole text."""
+
+        def length(count: int) -> int:
+            return len(decode(ids[:count]).rstrip("\ufffd"))  # without half of a character
+
+        def before(at: int) -> int:
+            return bisect_left(range(len(ids)), at, key=length)
+
+        return sum(before(end) - before(begin) for begin, end in self._text.reasoning)
 
     def _deltas(self) -> list[Delta]:
         found = []
@@ -124,3 +143,9 @@ def format_of(template: str) -> str | None:
 def reasoning_of(template: str) -> tuple[str, str] | None:
     """Return the marks around reasoning that a chat template writes; ``None`` without any."""
     return next((marks for marks in _REASONING if marks[1] in template), None)
+
+
+def switch_of(template: str) -> str | None:
+    """Return the variable by which a template lets a model reason or not; ``None`` without one."""
+    found = _SWITCH.search(template)
+    return found and found[0].split()[-1]

@@ -31,6 +31,13 @@ _MOST_ENTRIES = {
     "allowed_token_ids": 1 << 18,
 }  # fmt: skip
 _MOST_BAD = 1 << 15
+
+
+def refused(*names: str) -> dict[str, tuple[Any, ...]]:
+    """Return known fields of clients of which no value asks for nothing."""
+    return dict.fromkeys(names, ())
+
+
 # Known fields of clients that change nothing here, with the values that ask for nothing.
 COMMON: Mapping[str, tuple[Any, ...]] = {
     "user": ANY,
@@ -41,9 +48,10 @@ COMMON: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_key": ANY,
     "priority": (0,),
     "spaces_between_special_tokens": ANY,
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
+    **refused(
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "truncate_prompt_tokens"
+    ),
 }  # fmt: skip
 
 # Those of protocols in which a request has one answer, whose tokens are not shown.
@@ -116,10 +124,15 @@ def _check_size(name: str, value: Any) -> None:
             raise ApiError(400, f"{name} may have {_MOST_BAD} characters in all", name)
 
 
-class StreamOptions(Settings):
-    """Options of a stream."""
+class Entries(Settings):
+    """Entries of a field that is a mapping; others are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Entries):
+    """Options of a stream."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False  # of vLLM: the counts so far, in each chunk
 
@@ -147,9 +160,14 @@ class ConversationBody(GenerationBody):
     model: str  # as OpenAI requires it
     tools: Listed[dict[str, Any]] = []
 
-    def as_chat(self, **entries: Any) -> ChatBody:
-        """Return the request in the words of chat completions, with these entries."""
-        given = {**self.sampling, **entries}
+    def as_chat(self, wanted: Mapping[str, Any] | None, **entries: Any) -> ChatBody:
+        """Return the request in the words of chat completions, with these entries.
+
+        ``wanted`` is the form of the text; a schema is beside its type there.
+        """
+        if wanted is not None and wanted.get("type") == "json_schema":
+            wanted = {"type": "json_schema", "json_schema": wanted}
+        given = {**self.sampling, "response_format": wanted, **entries}
         return ChatBody(model=self.model, stream=self.stream, cache_salt=self.cache_salt, **given)
 
 
@@ -169,13 +187,10 @@ class ChatBody(ConversationBody, TemplateOptions):
         **COMMON,
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "reasoning": ANY,
+        "reasoning": ({}, {"summary": "auto"}),  # all of it is shown, where there is some
+        "verbosity": ("medium",),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "prompt_logprobs": (),
-        "chat_template": (),
+        **refused("audio", "prediction", "web_search_options", "prompt_logprobs", "chat_template"),
         "add_special_tokens": (False,),
         "echo": (False,),
     }

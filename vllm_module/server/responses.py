@@ -8,35 +8,48 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import Conversation, checked_message
+from vllm_module.server.conversation import Conversation, as_function, checked_message
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody
+from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Entries, refused
 from vllm_module.server.state import State
 
+_NEVER = (
+    "previous_response_id", "error", "max_tool_calls", "safety_identifier", "prompt_cache_key",
+)  # fmt: skip
+_INCOMPLETE = {"length": "max_output_tokens"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning", "call": "function_call_arguments"}
+
+
+class TextOptions(Entries):
+    """What the text should be like; ``medium`` asks for nothing."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Entries):
+    """How the model should reason; ``auto`` leaves it to the server how that is shown."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
 
 
 class ResponsesBody(ConversationBody):
     """The body of /v1/responses."""
 
     unsupported = {
-        **{
-            name: values for name, values in ONE_ANSWER.items() if name not in ("metadata", "store")
-        },
+        **{name: values for name, values in ONE_ANSWER.items() if name != "metadata"},
         "store": (True, False),  # nothing is stored, and the answer says so
         "background": (False,),
         "include": ([],),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
+        **refused("max_tool_calls", "previous_response_id", "conversation", "prompt"),
         "top_logprobs": (0,),
         "truncation": ("disabled", "auto"),
     }
@@ -45,8 +58,8 @@ class ResponsesBody(ConversationBody):
     max_output_tokens: int | None = Field(default=None, ge=1)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    text: dict[str, Any] = {}
-    reasoning: dict[str, Any] = {}
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
     metadata: dict[str, Any] = {}
 
     @classmethod
@@ -68,40 +81,30 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         listed.append({"role": "user", "content": body.input})
     elif isinstance(body.input, list):
         for number, item in enumerate(body.input):
-            listed += _messages(item, f"input[{number}]")
+            where = f"input[{number}]"
+            listed += [checked_message(each, where) for each in _messages(item, where)]
     else:
         message = f"input should be text or a list of items, got {shorten(body.input)}"
         raise ApiError(400, message, "input")
-    wanted = body.text.get("format")
-    if isinstance(wanted, Mapping) and wanted.get("type") == "json_schema":
-        wanted = {"type": "json_schema", "json_schema": wanted}
     choice = body.tool_choice
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return body.as_chat(
+        body.text.format,
         messages=listed,
         max_tokens=body.max_output_tokens,
-        tools=[_function(tool) for tool in body.tools],
+        tools=[as_function(tool, ("function",), "parameters") for tool in body.tools],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=wanted,
-        reasoning_effort=body.reasoning.get("effort"),
+        reasoning_effort=body.reasoning.effort,
     )
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat completions describe it."""
-    if tool.get("type") != "function":
-        message = f"a tool of type {shorten(tool.get('type'))} is not supported: give functions"
-        raise ApiError(400, message, "tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
 def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
     """Yield the message that an item stands for; reasoning stands for none."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if isinstance(item, Mapping) and kind == "message":
-        yield checked_message({"role": item.get("role"), "content": item.get("content")}, where)
+        yield {"role": item.get("role"), "content": item.get("content")}
     elif isinstance(item, Mapping) and kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -177,12 +180,10 @@ class _Answer:
             "status": "in_progress" if piece is None else "completed" if whole else "incomplete",
             "incomplete_details": None
             if piece is None or whole
-            else {"reason": "max_output_tokens"},
+            else {"reason": _INCOMPLETE.get(str(piece.finish_reason), piece.finish_reason)},
             "model": body.model,
-            "previous_response_id": None,
             "instructions": body.instructions,
             "output": [_item(block, "completed") for block in conversation.blocks.ended],
-            "error": None,
             "tools": [
                 {"description": None, "parameters": None, "strict": None, **tool}
                 for tool in body.tools
@@ -190,13 +191,13 @@ class _Answer:
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls,
-            "text": {"format": {"type": "text"}, **body.text},
+            "text": {"format": {"type": "text"}, **body.text.model_dump(exclude_none=True)},
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "top_logprobs": 0,
             "temperature": params.temperature,
-            "reasoning": {"effort": None, "summary": None, **body.reasoning},
+            "reasoning": body.reasoning.model_dump(),
             "usage": None
             if piece is None
             else {
@@ -204,16 +205,14 @@ class _Answer:
                 "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
             },
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
             "store": False,
             "background": False,
             "service_tier": "default",
             "metadata": body.metadata,
-            "safety_identifier": None,
-            "prompt_cache_key": None,
+            **dict.fromkeys(_NEVER),
         }
 
 

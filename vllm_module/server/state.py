@@ -11,8 +11,7 @@ from typing import Any
 from vllm_module.base.messages import shorten
 from vllm_module.runtime.async_llm import AsyncLLM
 from vllm_module.runtime.text.tokenizer import Tokenizer
-from vllm_module.server.errors import ApiError
-from vllm_module.server.metrics import Histograms
+from vllm_module.server.errors import ApiError, loading
 from vllm_module.server.protocol import TemplateOptions
 from vllm_module.server.tools import Formats
 
@@ -40,12 +39,11 @@ class State:
     llm: AsyncLLM | None = None
     formats: Formats = field(default_factory=Formats)
     loaded: int = 0
-    histograms: Histograms = field(default_factory=Histograms)
 
     def engine(self, model: str | None = None) -> AsyncLLM:
         """Return the engine. Raises ``ApiError`` if it is loading, or has not this name."""
         if self.llm is None:
-            raise ApiError(503, "the model is loading: try again later", code="loading")
+            raise loading()
         names = [*self.names, *self.llm.llm.engine.adapters]
         if model is not None and model not in names:
             message = f"the model {model[:200]!r} does not exist: this is {', '.join(names)}"

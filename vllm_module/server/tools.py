@@ -10,7 +10,7 @@ from typing import Any
 from vllm_module.base.messages import shorten
 from vllm_module.server.errors import ApiError
 from vllm_module.server.growing_text import ToolCall
-from vllm_module.server.parsers import Parser, format_of, reasoning_of
+from vllm_module.server.parsers import Parser, format_of, reasoning_of, switch_of
 from vllm_module.server.protocol import ChatBody
 from vllm_module.server.tool_formats import CHOSEN, FORMATS
 
@@ -24,11 +24,14 @@ class Formats:
     Attributes:
         calls: name of the format of calls; ``None`` if it is not known.
         reasoning: the marks around reasoning; ``None`` if the model writes none.
+        switch: the variable of the template by which a request lets the model reason, or not;
+            ``None`` if there is none.
 
     """
 
     calls: str | None = None
     reasoning: tuple[str, str] | None = None
+    switch: str | None = None
 
     @staticmethod
     def of(
@@ -46,7 +49,13 @@ class Formats:
         return Formats(
             format_of(for_tools or told) if calls == "auto" else None if calls == "none" else calls,
             reasoning_of(told) if reasoning == "auto" else None,
+            switch_of(told),
         )
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model writes reasoning, if nothing tells it not to."""
+        return self.reasoning is not None or self.calls == "harmony"
 
 
 @dataclass(frozen=True)
