@@ -220,7 +220,8 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     entries.pop("max_model_len", None)  # a file's own would exceed its positions unnoticed
     if model_config.max_model_len is not None:
         entries["max_model_len"] = model_config.max_model_len
-    config = parse_config(config_class, entries, path)
+    with registry.blamed_on(config_class):
+        config = parse_config(config_class, entries, path)
     limit = config.context_length
     if limit and model_config.max_model_len and model_config.max_model_len > limit:
         raise UnsupportedModelError(
