@@ -73,8 +73,9 @@ class StoredConfig(BaseModel):
 
         Raises ``UnsupportedModelError`` for one that is not in ``of``.
         """
-        entry = next((each for each in entries if getattr(self, each)), entries[0])
-        form = str(getattr(self, entry) or of[0]).lower()
+        given = [each for each in entries if getattr(self, each) is not None]
+        entry = given[0] if given else entries[0]
+        form = str(getattr(self, entry) if given else of[0]).lower()
         if form not in of:
             raise UnsupportedModelError(
                 f"quantization_config.{entry} of config.json: expected {' or '.join(of)}, "
@@ -287,7 +288,7 @@ class GPTQConfig(_Settings):
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Rules:
-        form = stored.get("checkpoint_format") or stored.get("format")
+        form = stored.get("checkpoint_format", stored.get("format"))
         if str(form).lower() == "gptq_p" and stored.get("bits") in (3, 5, 6, 7):
             raise _in_planes("bits", stored["bits"])
         return super().read(stored)
