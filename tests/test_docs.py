@@ -25,6 +25,7 @@ else:
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 MKDOCS = (ROOT / "mkdocs.yml").read_text()
+SUFFIXES = {".html", ".js", ".json", ".md", ".py", ".toml", ".yml", ".yaml", ".cpu", ".cuda"}
 DOCUMENTED = [
     name
     for page in sorted((DOCS / "api").glob("*.md"))
@@ -99,3 +100,14 @@ def test_every_extra_is_listed() -> None:
     text = (DOCS / "index.md").read_text()
     assert {extra for extra in extras if f"`{extra}`" in text} == extras
     assert set(runpy.run_path(str(ROOT / "tests/try_wheel.py"))["EXTRAS"]) == extras
+
+
+def test_no_advice_names_a_package_that_no_index_has() -> None:
+    """No file of the tree tells anyone to install this package by its name: it is in no index."""
+    advice = re.compile(r"pip3? install [^\n|;&(]*['\" ]vllm[-_]module\b")
+    texts = [*ROOT.glob("*.*"), ROOT / "Makefile"]
+    for folder in ("design", "docs", "examples", "kernels", "models", "tests", "vllm_module"):
+        texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    assert len(texts) > 1000
+    wrong = {path for path in texts if path.is_file() and advice.search(path.read_text())}
+    assert wrong == set()

@@ -14,9 +14,11 @@ import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto import modeling_auto
 
 from vllm_module import LLM, ModelConfig, SamplingParams
+from vllm_module.build.encoder_decoders import ENCODER_DECODERS
 from vllm_module.build.model_source import ModelSource, build_model, read_config
 from vllm_module.cli import main
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
@@ -199,12 +201,31 @@ def test_the_dtype_of_either_entry_is_the_one_of_transformers(tmp_path: Path) ->
         assert ModelSource.find(ModelConfig(model=str(folder))).dtype == expected, (new, old)
 
 
-def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
-    """No model of one's own would make it run; the message says so."""
-    entries = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"architectures": ["OwnForConditionalGeneration"], "is_encoder_decoder": True},
+        {"architectures": ["T5ForConditionalGeneration"]},
+        {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": None},
+    ],
+    ids=str,
+)
+def test_an_encoder_decoder_is_named(tmp_path: Path, entries: dict[str, Any]) -> None:
+    """No model of one's own would make it run; the message says so, by the name if need be."""
     (tmp_path / "config.json").write_text(json.dumps(entries))
     with pytest.raises(UnsupportedModelError, match=r"is an encoder-decoder, .* can run here yet"):
         ModelSource.find(ModelConfig(model=str(tmp_path)))
+
+
+def test_encoder_decoders_are_those_of_transformers() -> None:
+    """The names are those of all classes whose configurations are encoder-decoders by default."""
+    named = set()
+    for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT"):
+        for model_type, name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").items():
+            if getattr(CONFIG_MAPPING[model_type](), "is_encoder_decoder", False):
+                named.add(name)
+    assert len(named) > 30
+    assert named <= ENCODER_DECODERS
 
 
 def test_max_model_len_is_no_entry_of_the_file(tmp_path: Path) -> None:

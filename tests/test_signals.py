@@ -7,27 +7,40 @@ import subprocess
 import sys
 from pathlib import Path
 
-CONFTEST = Path(__file__).with_name("conftest.py")
+HERE = Path(__file__).parent
+CONFTEST = HERE / "conftest.py"
+OF_SIGNALS = (
+    "test_waiting.py::test_an_interrupt_is_raised_after_a_short_block",
+    "cli/test_terminal.py::test_a_signal_leaves_no_temporary_folder",
+    "weights/stores/test_waits.py::test_an_interrupt_ends_a_request_of_another_thread",
+)
 CHECK = "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
 
 
-def where_it_is_ignored(program: str) -> str:
-    """Run a program that starts with SIGINT ignored, and return how it failed."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
+def where_it_is_ignored(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, started with SIGINT ignored."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=120,
         check=False,
     )
-    assert bool(done.returncode) == bool(done.stderr), done
-    return done.stderr
 
 
 def test_tests_can_be_interrupted_where_they_are_ignored() -> None:
     """The tests' conftest.py lets them, and programs that they start, take an interrupt."""
-    assert "AssertionError" in where_it_is_ignored(CHECK)
+    assert "AssertionError" in where_it_is_ignored("-c", CHECK).stderr
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHECK!r}], check=True)"
     prepared = f"import runpy; runpy.run_path({str(CONFTEST)!r})"
-    assert where_it_is_ignored("\n".join([prepared, CHECK, start])) == ""
+    done = where_it_is_ignored("-c", "\n".join([prepared, CHECK, start]))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_tests_of_signals_pass_where_they_are_ignored() -> None:
+    """Tests that send real ones, to themselves, to a thread and to a program that they start."""
+    tests = [str(HERE / each) for each in OF_SIGNALS]
+    done = where_it_is_ignored("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout

@@ -78,3 +78,7 @@ class RankError(RuntimeError):
 
 class EngineBusyError(RuntimeError):
     """An engine has as many requests as it accepts; the message has the numbers."""
+
+
+# Not failures of a source from outside that raises them: they are about a checkpoint, or this host.
+NOT_THEIRS = WeightLoadError, RankError, MemoryError

@@ -296,7 +296,8 @@ def parse_config(cls: type[C], entries: Mapping[str, Any], path: Path) -> C:
         return cls.model_validate(dict(entries))
     except ValidationError as error:
         stored = {name: its for name, its in cls.attribute_map.items() if its in entries}
-        problems = "; ".join(_problem(each, stored) for each in error.errors())[:1000]
+        lacks = {name: its for name, its in cls.attribute_map.items() if name not in entries}
+        problems = "; ".join(_problem(each, stored | lacks) for each in error.errors())[:1000]
     raise CheckpointFormatError(f"{printable(path)} does not describe a model: {problems}")
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import figures
 
+from vllm_module.base.messages import install
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -139,7 +141,7 @@ def draw(results: Mapping[str, figures.Results], path: Path) -> None:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SystemExit("draw.py needs matplotlib: pip install 'vllm-module[plot]'") from error
+        raise SystemExit(f"draw.py needs matplotlib: {install('plot')}") from error
     costs, speeds = figures.groups(results, figures.COSTS), figures.groups(results, figures.SPEEDS)
     with mpl.rc_context(STYLE):
         measured = figures.measured_on(results).replace("; ", ";\n")

@@ -91,7 +91,7 @@ def test_a_source_that_exits_is_no_success(
     prompt = ["--prompt", "x"] if command == "generate" else []
     result = run(command, "s3://x", "--model-code", tmp_path / "mine.py", *prompt)
     assert result.code == 1
-    assert "called sys.exit('s3://x')" in result.err
+    assert "the opener of s3://x fails: SystemExit: s3://x" in result.err
 
 
 def test_a_chat_finds_the_source_that_the_file_registers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -204,6 +206,43 @@ def test_a_nan_is_refused_by_its_name(model, call: str, form: str) -> None:
         assert_same_state(state(model), before, "after a refusal")
         model.check_ready()
     model.load_weights(tree.checkpoint(1))
+
+
+@pytest.mark.parametrize("call", ["load_weights", "update_weights"])
+def test_a_nan_of_a_small_tensor_in_a_file_is_refused_on_a_cpu(
+    model, tmp_path: Path, call: str
+) -> None:
+    """Such as a norm's or a bias: a load finds it once it is read, an update before it writes."""
+    write_checkpoint(tmp_path, with_nan(), config={})
+    before = state(model)
+    with (
+        open_checkpoint(tmp_path) as files,
+        pytest.raises(WeightReadError, match=rf"^{NAN} has a NaN") as refused,
+    ):
+        getattr(model, call)(files)
+    assert ("Nothing was written" in str(refused.value)) == (call == "update_weights")
+    if call == "update_weights":
+        assert_same_state(state(model), before, "after a refusal")
+        model.check_ready()
+    model.load_weights(tree.checkpoint(1))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (700, 1000), (1, 700, 1000), (700_000,), (3, 300_000)])
+def test_a_nan_at_any_place_of_a_large_tensor_in_a_file_is_found(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """It is read in pieces of whole rows, as many as fit; no piece is left out."""
+    numbers = math.prod(shape)
+    row = numbers // shape[0] if shape else 1
+    piece = max(1, (1 << 18) // row) * row  # of four bytes each
+    for place in {0, min(piece, numbers) - 1, min(piece, numbers - 1), numbers - 1}:
+        tensor = torch.zeros(shape)
+        tensor.view(-1)[place] = torch.nan
+        save_file({"fine": torch.zeros(3), "wrong": tensor}, tmp_path / "model.safetensors")
+        with open_checkpoint(tmp_path) as files:
+            with pytest.raises(WeightReadError, match=r"^wrong has a NaN"):
+                fill.refuse_nan_sent(files.items())
+            fill.refuse_nan_sent({"fine": files["fine"]}.items())
 
 
 @pytest.mark.parametrize("place", [0, 13, -1])

@@ -138,8 +138,21 @@ def test_the_configuration_says_who_wrote_the_zeros(meta: Any, layout: Any) -> N
     """Files of GPTQModel have words that borrow; where nobody is named, zeros are by themselves."""
     stored = {"bits": 4, "group_size": 32, "sym": False, "meta": meta}
     assert GPTQConfig.read(stored).rules[-1][1].format == layout
-    second = stored | {"checkpoint_format": "gptq_v2"}
-    assert GPTQConfig.read(second).rules[-1][1].format == GPTQ_V2
+    for second in ("gptq_v2", "gptq_p"):
+        read = GPTQConfig.read(stored | {"checkpoint_format": second})
+        assert read.rules[-1][1].format == GPTQ_V2
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_in_one_plane_are_the_words_of_the_second_version(bits: int) -> None:
+    """GPTQModel's ``gptq_p``: 32 codes are as many words as they have bits, low plane first."""
+    codes = torch.randint(0, 1 << bits, (64,), generator=torch.Generator().manual_seed(bits))
+    planes: list[int] = []
+    for block in codes.view(2, 32).tolist():
+        for word in range(bits):  # one plane, of as many bits as a code has
+            kept = block[word * (32 // bits) : (word + 1) * (32 // bits)]
+            planes.append(sum(code << (bits * place) for place, code in enumerate(kept)))
+    assert [word % (1 << 32) for word in packing.words_of(codes.tolist(), bits)] == planes
 
 
 def test_awq() -> None:

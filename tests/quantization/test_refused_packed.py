@@ -305,6 +305,19 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         UnsupportedModelError,
         ["expected gptq or gptq_v2", "'marlin'"],
     ),
+    **{
+        f"planes-{bits}": (
+            GPTQ | {"checkpoint_format": "gptq_p", "bits": bits},
+            UnsupportedModelError,
+            ["2, 4 or 8 with checkpoint_format gptq_p", "quantize again", f"got {bits}"],
+        )
+        for bits in (3, 5, 6, 7)
+    },
+    "planes-of-a-layer": (
+        GPTQ | {"checkpoint_format": "gptq_p", "dynamic": {"x": {"bits": 3}}},
+        UnsupportedModelError,
+        ["2, 4 or 8 with checkpoint_format gptq_p"],
+    ),
     "exllama": (GPTQ | {"format": "bitblas"}, UnsupportedModelError, ["'bitblas'"]),
     "pack-dtype": (GPTQ | {"pack_dtype": "int64"}, CheckpointFormatError, ["pack_dtype"]),
     "dynamic-list": (GPTQ | {"dynamic": ["-:x"]}, CheckpointFormatError, ["dynamic"]),

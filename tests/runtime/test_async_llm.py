@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -316,3 +319,52 @@ def test_arguments_are_checked(sync: LLM) -> None:
         AsyncLLM(sync, seed=1, dtype="float32")
     with pytest.raises(ValueError, match="max_waiting should be an integer from 0, got -1"):
         AsyncLLM(sync, max_waiting=-1)
+
+
+IN_A_FORK: dict[str, Callable[[AsyncLLM], Awaitable[object]]] = {
+    "generate": lambda llm: last(llm, PROMPTS[0], GREEDY),
+    "serve": lambda llm: anext(llm.serve([PROMPTS[0]], GREEDY)),
+    "call": lambda llm: llm.call(repr),
+    "embed": lambda llm: llm.embed([PROMPTS[0]]),
+    "abort": lambda llm: llm.abort("a"),
+    "pause": lambda llm: llm.pause(),
+    "resume": lambda llm: llm.resume(),
+    "check_health": lambda llm: llm.check_health(),
+    "update_weights": lambda llm: llm.update_weights({}),
+    "reshard": lambda llm: llm.reshard(2),
+    "rearrange_experts": lambda llm: llm.rearrange_experts([[1.0]]),
+    "sleep": lambda llm: llm.sleep(),
+    "wake_up": lambda llm: llm.wake_up(),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "collective_rpc": lambda llm: llm.collective_rpc("check"),
+}
+
+
+def test_each_method_has_a_case_in_a_fork() -> None:
+    """No method that waits for the engine is left out of the next test."""
+    waits = {
+        name
+        for name, each in vars(AsyncLLM).items()
+        if not name.startswith("_")
+        and (asyncio.iscoroutinefunction(each) or inspect.isasyncgenfunction(each))
+    }
+    assert waits == {*IN_A_FORK}
+
+
+@pytest.mark.parametrize("method", IN_A_FORK)
+def test_an_engine_does_not_survive_a_fork(llm: AsyncLLM, method: str) -> None:
+    """A fork says so at once, whatever locks other threads held; its close ends nothing."""
+    with llm._lock, llm._thread._lock, llm.llm.engine.lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)  # ends a child that waits for a thread that it lacks
+            code = 1
+            try:
+                asyncio.run(IN_A_FORK[method](llm))
+            except RuntimeError as error:
+                code = 0 if "a fork of it, has none of its threads" in str(error) else 2
+            finally:
+                llm.close()
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert tokens(run(last(llm, PROMPTS[0], GREEDY)))

@@ -114,8 +114,12 @@ class _Short(Bucket):
     [
         (_Twice, CheckpointFormatError, "yields the tensor 'model.norm.weight' twice"),
         (_Short, WeightLoadError, "missing 1"),
-        (lambda url: None, TypeError, r"should return an object with folder, a pathlib\.Path"),
-        (lambda url: url, TypeError, "and weights"),
+        (
+            lambda url: None,
+            CheckpointFormatError,
+            r"should return an object with folder, a pathlib\.Path",
+        ),
+        (lambda url: url, CheckpointFormatError, "and weights"),
     ],
 )
 def test_a_source_that_breaks_its_promise_is_refused(

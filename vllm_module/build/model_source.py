@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vllm_module.base.messages import describe_error, printable, printable_name, shorten
 from vllm_module.build import registry
+from vllm_module.build.encoder_decoders import ENCODER_DECODERS
 from vllm_module.build.registry import model_class
 from vllm_module.config import ModelConfig
 from vllm_module.core.module import vLLMModule
@@ -209,7 +210,9 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     path = folder / "config.json"
     entries = read_entries(folder, model_config.hf_overrides)
     architectures, trusted = architectures_of(entries, path), model_config.trust_remote_code
-    if entries.get("is_encoder_decoder") is True and not registry.is_known(architectures):
+    named = not ENCODER_DECODERS.isdisjoint(architectures)
+    declared = named or entries.get("is_encoder_decoder") is True
+    if declared and not registry.is_known(architectures):
         raise UnsupportedModelError(
             f"{printable_name(architectures[0])} of {printable(path)} is an encoder-decoder, and "
             "the engine runs decoders and encoders only: no encoder-decoder can run here yet"
@@ -220,7 +223,8 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
     entries.pop("max_model_len", None)  # a file's own would exceed its positions unnoticed
     if model_config.max_model_len is not None:
         entries["max_model_len"] = model_config.max_model_len
-    config = parse_config(config_class, entries, path)
+    with registry.blamed_on(config_class):
+        config = parse_config(config_class, entries, path)
     limit = config.context_length
     if limit and model_config.max_model_len and model_config.max_model_len > limit:
         raise UnsupportedModelError(

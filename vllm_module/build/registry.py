@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_module.base.messages import describe_error, install, printable, printable_name, shorten
+from vllm_module.base.outside import NO_FAILURES
 from vllm_module.base.waiting import WaitLimitError
 from vllm_module.config import ModelImpl
 from vllm_module.errors import (
@@ -83,8 +84,6 @@ _OURS = {
 }
 _WRAPPER = "vllm_module.wrapped.model:TransformersForCausalLM"
 _GROUP = "vllm_module.models"  # group of entry points
-# All else that code from outside raises is its failure, such as sys.exit.
-_NO_FAILURES = KeyboardInterrupt, GeneratorExit
 # Exceptions of layers about a checkpoint, other ranks or this host; and modules whose other errors
 # come from the end of another rank.
 _NOT_THE_MODELS = WeightLoadError, ModelNotReadyError, RankError, WaitLimitError, MemoryError
@@ -179,7 +178,7 @@ def load_model_code(path: Path) -> None:
             )
     except BaseException as error:
         sys.modules.pop(name, None)  # the file may have removed it
-        if isinstance(error, (UnsupportedModelError, *_NO_FAILURES)):
+        if isinstance(error, (UnsupportedModelError, *NO_FAILURES)):
             raise
         raise UnsupportedModelError(
             f"model_code {printable(path)} fails{_line(error, str(path))}: {describe_error(error)}"
@@ -279,7 +278,7 @@ def blamed_on(cls: type) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, (*_NO_FAILURES, *_NOT_THE_MODELS)):
+        if isinstance(error, (*NO_FAILURES, *_NOT_THE_MODELS)):
             raise
         if cls.__module__.startswith("vllm_module."):
             raise
@@ -304,7 +303,7 @@ def blamed_while_loading(model: vLLMModule) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, (*_NO_FAILURES, *_NOT_THE_MODELS)):
+        if isinstance(error, (*NO_FAILURES, *_NOT_THE_MODELS)):
             raise
         if isinstance(error.__cause__, WaitLimitError) or _raised_in(error, _OF_OTHER_RANKS):
             raise
@@ -390,7 +389,7 @@ def _import(architecture: str, target: str) -> type[vLLMModule]:
     except BaseException as error:
         # Another error in one of our modules is a bug.
         bug = ours and not isinstance(error, (ImportError, AttributeError))
-        if bug or isinstance(error, _NO_FAILURES):
+        if bug or isinstance(error, NO_FAILURES):
             raise
         raise UnsupportedModelError(
             f"the model {target} of {architecture} cannot be imported: {describe_error(error)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,11 @@ from vllm_module.errors import DuplicateWeightError, WeightLoadError, WeightRead
 from vllm_module.parameters import Piece
 from vllm_module.weights import Destination, Weight, read_into
 from vllm_module.weights.changes import Changes
+from vllm_module.weights.handle import FileHandle
 
 _COMPARED_BYTES = 16 << 20  # of a tied tensor at a time, so that no second copy is held whole
+_LOOKED_AT_BYTES = 1 << 20  # of a tensor in a file at a time, which the processor's cache holds
+_SMALL = 1 << 18  # bytes of a tensor that takes little time to look at on a CPU
 _FEW = 4096  # numbers that take less time than the call of an operation
 
 
@@ -127,22 +130,46 @@ def refuse_elements(fills: Iterable[Fill]) -> None:
             )
 
 
-def refuse_nan(fills: Iterable[Fill]) -> None:
-    """Raise ``WeightReadError`` if a tensor in memory has a NaN; handles are not read."""
+def refuse_nan(fills: Iterable[Fill], *, stored: bool = False) -> None:
+    """Raise ``WeightReadError`` if a tensor in memory has a NaN; if ``stored``, one in a file too.
+
+    What is in files of this host is read for it, in pieces.
+    """
     # What a rank holds itself is in memory where a model slept with it.
-    refuse_nan_sent((fill.name, fill.weight) for fill in fills if not fill.held)
+    sent = ((fill.name, fill.weight) for fill in fills if not fill.held)
+    refuse_nan_sent(sent, stored=stored)
 
 
-def refuse_nan_sent(weights: Iterable[tuple[str, Weight]]) -> None:
+def refuse_nan_sent(weights: Iterable[tuple[str, Weight]], *, stored: bool = True) -> None:
     """Do the same for the tensors of an update."""
     for name, given in weights:
         weight = given.values if isinstance(given, Changes) else given
-        if isinstance(weight, torch.Tensor) and _has_nan(weight):
+        if any(map(_has_nan, _values(weight, stored))):
             raise _nan_in(name)
 
 
+def _values(weight: Weight, stored: bool) -> Iterator[torch.Tensor]:
+    """Yield a tensor in memory whole; if ``stored``, a floating-point one in a file in pieces."""
+    if isinstance(weight, torch.Tensor):
+        yield weight
+    elif stored and isinstance(weight, FileHandle) and not weight.file_bytes.remote:
+        if not converts(weight.dtype) or not weight.shape.numel():
+            return
+        rows = weight.shape[0] if weight.shape else 1
+        step = min(rows, max(1, rows * _LOOKED_AT_BYTES // weight.nbytes))
+        buffer = torch.empty((step, *weight.shape[1:]), dtype=weight.dtype, device="cpu")
+        for first in range(0, rows, step):
+            part = weight.narrow(0, first, min(step, rows - first)) if step < rows else weight
+            target = buffer[: rows - first].view(part.shape)
+            part.read_into(target)
+            yield target
+
+
 def refuse_nan_read(fills: Iterable[Fill]) -> None:
-    """Raise ``WeightReadError`` if a tensor on a device has a NaN that was read from a handle."""
+    """Raise ``WeightReadError`` if a tensor has a NaN that was read from a handle.
+
+    It is a small one, or on a device.
+    """
     clean = set()  # of tensors without a NaN, which several fills share
     for fill in fills:
         location = fill.location
@@ -159,10 +186,10 @@ def refuse_nan_read(fills: Iterable[Fill]) -> None:
 def _is_looked_at(tensor: torch.Tensor) -> bool:
     """Tell whether a look at all numbers takes little time beside reading them.
 
-    A device has the bandwidth. On a CPU a warm load took half as long again; there a NaN that was
-    read shows in the first logits.
+    A device has the bandwidth. On a CPU a warm load took half as long again; there only small
+    tensors, such as norms and biases, are looked at, and another NaN shows in the first logits.
     """
-    return not tensor.is_cpu
+    return not tensor.is_cpu or tensor.nbytes <= _SMALL
 
 
 def _nan_in(name: str) -> WeightReadError:

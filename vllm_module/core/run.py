@@ -141,7 +141,7 @@ class Run:
         try:
             fills = _compared(fills, waiting)
             if self._refuses_nan:
-                refuse_nan(fills)
+                refuse_nan(fills, stored=self.partial)
             if fills and not self.written:
                 guard(self.root)  # no forward pass meanwhile
                 self.written = True

@@ -257,8 +257,8 @@ def layer_sliding_window(config: Any, layer: int) -> int | None:
     n-th layer has no window; Gemma, Cohere), then ``use_sliding_window`` with
     ``max_window_layers`` (Qwen). If ``use_sliding_window`` is false, no layer has a window.
 
-    Raises ``UnsupportedModelError`` if ``layer_types`` lacks the layer or has an unknown type, or
-    if an entry that it takes is missing.
+    Raises ``UnsupportedModelError`` if ``layer_types`` lacks the layer or has an unknown type, if
+    an entry that it takes is missing, or if two entries contradict each other.
     """
     used, types, pattern, first, window = (
         getattr(config, name, None)
@@ -268,6 +268,11 @@ def layer_sliding_window(config: Any, layer: int) -> int | None:
         )
     )  # fmt: skip
     if used is False:
+        if pattern is not None and window is not None:  # transformers ignores the one, vLLM not
+            raise UnsupportedModelError(
+                f"use_sliding_window is false, and sliding_window_pattern is {pattern}: expected "
+                "one of them; set the other, or sliding_window, to null in hf_overrides"
+            )
         return None
     if types is not None:
         kind = types[layer] if layer < len(types) else None

@@ -73,8 +73,9 @@ class StoredConfig(BaseModel):
 
         Raises ``UnsupportedModelError`` for one that is not in ``of``.
         """
-        entry = next((each for each in entries if getattr(self, each)), entries[0])
-        form = str(getattr(self, entry) or of[0]).lower()
+        given = [each for each in entries if getattr(self, each) is not None]
+        entry = given[0] if given else entries[0]
+        form = str(getattr(self, entry) if given else of[0]).lower()
         if form not in of:
             raise UnsupportedModelError(
                 f"quantization_config.{entry} of config.json: expected {' or '.join(of)}, "
@@ -260,8 +261,21 @@ class _Settings(StoredConfig):
         return None if self.group_size == -1 else self.group_size
 
 
+def _in_planes(where: str, bits: object) -> UnsupportedModelError:
+    return unsupported(
+        where,
+        "2, 4 or 8 with checkpoint_format gptq_p (GPTQModel), which stores codes of other sizes in "
+        "planes of bits: quantize again with GPTQModel and 4 or 8 bits",
+        bits,
+    )
+
+
 class GPTQConfig(_Settings):
-    """``quant_method: gptq``, of AutoGPTQ, GPTQModel and Optimum."""
+    """``quant_method: gptq``, of AutoGPTQ, GPTQModel and Optimum.
+
+    The planes of bits of ``gptq_p`` are words of ``gptq_v2`` where a code is one plane: 2, 4 and 8
+    bits (GPTQModel's docs/gptq_planar.md).
+    """
 
     bits: _Bits
     group_size: _GroupSize
@@ -272,13 +286,22 @@ class GPTQConfig(_Settings):
     dynamic: dict[str, dict[str, Any] | bool] | None = None
     modules_in_block_to_quantize: list[list[str] | str] | None = None
 
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> Rules:
+        form = stored.get("checkpoint_format", stored.get("format"))
+        if str(form).lower() == "gptq_p" and stored.get("bits") in (3, 5, 6, 7):
+            raise _in_planes("bits", stored["bits"])
+        return super().read(stored)
+
     def rules(self) -> Rules:
-        form = self._packing(("checkpoint_format", "format"), of=("gptq", "gptq_v2"))
+        form = self._packing(("checkpoint_format", "format"), of=("gptq", "gptq_v2", "gptq_p"))
         layout = GPTQ_V2
         if form == "gptq":
             layout = GPTQ_OF_WORDS if self._is_of_gptqmodel() else GPTQ
 
         def method(settings: _Settings) -> PackedMethod:
+            if form == "gptq_p" and settings.bits == 3:
+                raise _in_planes("bits", settings.bits)
             ordered = settings.desc_act and settings.size is not None
             return PackedMethod(layout, settings.bits, settings.size, settings.sym, ordered)
 

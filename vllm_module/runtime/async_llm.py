@@ -160,8 +160,10 @@ class AsyncLLM:
     def _accepting(self, samples: int) -> Iterator[None]:
         """Count samples while they are served. Raises ``EngineBusyError`` if there are too many.
 
-        Raises ``ValueError`` if there are more than are ever accepted.
+        Raises ``ValueError`` if there are more than are ever accepted, and ``RuntimeError`` in a
+        fork, where the lock of another thread would never be released.
         """
+        self.llm.engine.refuse_fork()
         if samples > self.max_requests:
             raise ValueError(
                 f"{samples} samples are more than the {self.max_requests} that are accepted "
@@ -354,6 +356,7 @@ class AsyncLLM:
         While requests run, or weights change, which may take minutes, that finds a rank that has
         ended.
         """
+        self.llm.engine.refuse_fork()
         if self._thread.idle:
             await self.call(lambda llm: llm.executor.check())
         elif self.llm.executor.end is not None:

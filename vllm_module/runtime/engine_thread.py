@@ -131,7 +131,11 @@ class EngineThread:
         self._thread.start()
 
     def put(self, call: Call | None) -> None:
-        """Have the thread carry out a call after those before it; ``None`` is the last one."""
+        """Have the thread carry out a call after those before it; ``None`` is the last one.
+
+        Raises ``RuntimeError`` once it was closed, and in a fork, where the thread does not run.
+        """
+        self.llm.engine.refuse_fork()
         with self._lock:
             if self._closed:
                 raise RuntimeError(_CLOSED)

@@ -260,6 +260,14 @@ class Requests:
         """True if this process is a fork of the process that made the engine."""
         return os.getpid() != self._pid
 
+    def refuse_fork(self) -> None:
+        """Raise ``RuntimeError`` in a fork: the engine's threads do not run there."""
+        if self.is_fork:
+            raise RuntimeError(
+                f"an engine belongs to the process that made it (pid {self._pid}), and this one, a "
+                "fork of it, has none of its threads: make an LLM in each process, or fork before"
+            )
+
     @property
     def is_interrupted(self) -> bool:
         """True if this thread is in the middle of a step, as a signal handler may be."""
@@ -276,11 +284,7 @@ class Requests:
 
         Raises ``RuntimeError`` in a fork, where another thread's lock would never be released.
         """
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"an engine belongs to the process that made it (pid {self._pid}), and this one, a "
-                "fork of it, has none of its threads: make an LLM in each process, or fork before"
-            )
+        self.refuse_fork()
         try:
             with self.lock:
                 yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import index
 from pathlib import Path
 from threading import Lock
@@ -14,7 +14,8 @@ from typing import Any, SupportsIndex, TypeAlias
 import torch
 
 from vllm_module.base.messages import printable, shorten
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.base.outside import blamed
+from vllm_module.errors import NOT_THEIRS, CheckpointFormatError, WeightReadError
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.handle import Handle, Weight, read_into
 from vllm_module.weights.header import MAX_NAME
@@ -24,7 +25,8 @@ class PairsCheckpoint(Mapping[str, Handle]):
     """The pairs of a source, as a mapping that counts the bytes read.
 
     Raises ``CheckpointFormatError`` for a name that comes twice, and for an item that is not a pair
-    of a name and a tensor or handle.
+    of a name and a tensor or handle. If ``whose`` is given, the source's name in messages, all that
+    its code raises is a ``WeightReadError``, here and when handles are read.
 
     Attributes:
         load_format: the format, as ``LoadConfig`` names it; ``None`` if the source has none.
@@ -32,15 +34,20 @@ class PairsCheckpoint(Mapping[str, Handle]):
     """
 
     def __init__(
-        self, folder: Path, pairs: Mapping[str, Weight] | Iterable[tuple[str, Weight]]
+        self,
+        folder: Path,
+        pairs: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+        whose: str | None = None,
     ) -> None:
         self._opened: Any = pairs
+        self._whose = whose
         self.load_format: str | None = getattr(pairs, "load_format", None)
         self._lock = Lock()
         self._handles: dict[str, Handle] = {}
         self.bytes_read = 0
         try:
-            self._take(f"the source of {printable(folder)}")
+            with _blamed(whose):
+                self._take(f"the source of {printable(folder)}")
         except BaseException:
             self.close()
             raise
@@ -70,7 +77,7 @@ class PairsCheckpoint(Mapping[str, Handle]):
                 raise CheckpointFormatError(f"{source} yields the tensor {shorten(name)} twice")
             if (wrong := _not_a_handle(weight)) is not None:
                 raise CheckpointFormatError(f"{source}: the tensor {shorten(name)} {wrong}")
-            self._handles[name] = _Counted(weight, self._count)
+            self._handles[name] = _Counted(weight, self._count, self._whose)
 
     def _count(self, nbytes: int) -> None:
         with self._lock:  # several threads read at once
@@ -93,16 +100,18 @@ class PairsCheckpoint(Mapping[str, Handle]):
         A source without a fingerprint is compared without values.
         """
         described = sorted((n, tuple(w.shape), str(w.dtype)) for n, w in self.items())
-        own = getattr(self._opened, "fingerprint", None)
+        with _blamed(self._whose):
+            own = getattr(self._opened, "fingerprint", None)
         # A user's class may have another attribute of this name.
         own = own if isinstance(own, str) else None
         return hashlib.sha256(repr((described, own)).encode()).hexdigest()
 
     def close(self) -> None:
         """Call the source's ``close``, if it has one."""
-        close = getattr(self._opened, "close", None)
-        if close is not None:
-            close()
+        with _blamed(self._whose):
+            close = getattr(self._opened, "close", None)
+            if close is not None:
+                close()
 
     def __enter__(self) -> PairsCheckpoint:
         return self
@@ -124,26 +133,30 @@ OpenWeights: TypeAlias = Checkpoint | PairsCheckpoint
 
 
 class _Counted:
-    """A handle that counts the bytes it reads."""
+    """A handle that counts the bytes it reads; ``whose`` is that of its checkpoint."""
 
-    __slots__ = ("_count", "_weight", "dtype", "shape")
+    __slots__ = ("_count", "_weight", "_whose", "dtype", "shape")
 
-    def __init__(self, weight: Weight, count: Callable[[int], None]) -> None:
+    def __init__(self, weight: Weight, count: Callable[[int], None], whose: str | None) -> None:
         self._weight = weight
         self._count = count
+        self._whose = whose
         self.shape = torch.Size(weight.shape)
         self.dtype = weight.dtype
 
     def narrow(self, dim: int, start: int, length: int) -> Handle:
-        return _Counted(self._weight.narrow(dim, start, length), self._count)
+        with _blamed(self._whose):
+            return _Counted(self._weight.narrow(dim, start, length), self._count, self._whose)
 
     def read_into(self, destination: torch.Tensor) -> None:
-        read_into(self._weight, destination)
+        with _blamed(self._whose):
+            read_into(self._weight, destination)
         self._count(_nbytes(self))
 
     def read(self) -> torch.Tensor:
         weight = self._weight
-        tensor = weight if isinstance(weight, torch.Tensor) else weight.read()
+        with _blamed(self._whose):
+            tensor = weight if isinstance(weight, torch.Tensor) else weight.read()
         self._count(_nbytes(self))
         return tensor
 
@@ -151,6 +164,12 @@ class _Counted:
         with suppress(Exception):  # a user's class may raise anything
             return repr(self._weight)
         return type(self._weight).__name__
+
+
+def _blamed(whose: str | None) -> AbstractContextManager[None]:
+    if whose is None:
+        return nullcontext()
+    return blamed(f"{whose} fails", WeightReadError, NOT_THEIRS)
 
 
 def _not_a_handle(weight: Any) -> str | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_module.base.messages import printable, printable_name, shorten
-from vllm_module.errors import CheckpointFormatError
+from vllm_module.base.outside import blamed
+from vllm_module.errors import NOT_THEIRS, CheckpointFormatError
 from vllm_module.weights.hub import download, patterns_of
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.stores.place import SCHEMES
@@ -49,7 +50,8 @@ def open_weights(source: Source) -> OpenWeights:
         return opened
     from vllm_module.weights.pairs import PairsCheckpoint
 
-    return PairsCheckpoint(source.folder, opened)
+    whose = source.whose if isinstance(source, Remote) else None
+    return PairsCheckpoint(source.folder, opened, whose)
 
 
 @dataclass(frozen=True)
@@ -89,19 +91,34 @@ Opener = Callable[[str], Source]
 class Remote:
     """The source that ``opener`` returns for ``url``; another process opens it again.
 
-    Raises ``TypeError`` if the opener returns no :class:`Source`.
+    Raises ``CheckpointFormatError`` if the opener fails, or returns no :class:`Source`.
+
+    Attributes:
+        whose: the source in messages about its failures.
+
     """
 
     def __init__(self, url: str, opener: Opener) -> None:
         self._url, self._opener = url, opener
-        source: Any = opener(url)
-        if not isinstance(getattr(source, "folder", None), Path) or not hasattr(source, "weights"):
-            raise TypeError(
+        self.whose = f"the source {printable_name(url)}"
+        with blamed(
+            f"the opener of {printable_name(url)} fails", CheckpointFormatError, NOT_THEIRS
+        ):
+            source: Any = opener(url)
+            folder, weights = getattr(source, "folder", None), getattr(source, "weights", None)
+        if not isinstance(folder, Path) or weights is None:
+            raise CheckpointFormatError(
                 f"the opener of {printable_name(url)} should return an object with folder, a "
                 f"pathlib.Path, and weights(), got {shorten(source)}"
             )
-        self.folder: Path = source.folder
-        self.weights = source.weights
+        self.folder: Path = folder
+        self._weights = weights
+
+    def weights(self) -> Mapping[str, Weight] | Iterable[tuple[str, Weight]]:
+        """Open the source's weights."""
+        with blamed(f"{self.whose} fails", CheckpointFormatError, NOT_THEIRS):
+            opened: Mapping[str, Weight] | Iterable[tuple[str, Weight]] = self._weights()
+        return opened
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Remote, (self._url, self._opener)

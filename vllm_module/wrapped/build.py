@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
+from vllm_module.base.outside import NO_FAILURES
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.library import library
 
@@ -119,7 +120,9 @@ def _built(cls: Any, config: Any) -> Any:
         with _parameters_on_meta():
             model = cls(config)
             model.tie_weights()
-    except Exception as error:  # code from outside
+    except BaseException as error:  # code from outside
+        if isinstance(error, NO_FAILURES):
+            raise
         entry = _entry_of(config.to_dict(), error.args[0]) if type(error) is KeyError else None
         why = f"{entry} {shorten(error.args[0])} is not known to it" if entry else ""
         raise UnsupportedModelError(

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_module.base.messages import describe_error, printable_name, shorten
+from vllm_module.base.messages import printable_name, shorten
+from vllm_module.base.outside import NO_FAILURES, blamed
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.wrapped.build import class_for
@@ -126,13 +127,9 @@ def config_of(entries: Mapping[str, Any], folder: str | None = None) -> Any:
     _refuse_many(entries)
     # The quantization of weights is read by our code.
     own = {name: each for name, each in entries.items() if name != "quantization_config"}
-    try:
+    whose = f"{config_class.__name__} refuses config.json of model_type {shorten(kind)}"
+    with blamed(whose, UnsupportedModelError):
         return config_class.from_dict(config_class._decode_special_floats(own))
-    except Exception as error:  # code from outside
-        raise UnsupportedModelError(
-            f"{config_class.__name__} refuses config.json of model_type {shorten(kind)}: "
-            f"{describe_error(error)}"
-        ) from error
 
 
 def _refuse_many(entries: Mapping[str, Any]) -> None:
@@ -169,7 +166,9 @@ def _unknown(entries: Mapping[str, Any], config_class: Any) -> list[str]:
     try:
         config = config_class()
         known = {*dir(config), *config_class.attribute_map, *_ELSEWHERE}
-    except Exception:  # code from outside, which may need entries
+    except BaseException as error:  # code from outside, which may need entries
+        if isinstance(error, NO_FAILURES):
+            raise
         return []
     unknown = [name for name, value in entries.items() if value is not None and name not in known]
     for name in config_class.sub_configs:

@@ -10,12 +10,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from vllm_module.base.messages import describe_error, printable, printable_name, shorten
-from vllm_module.errors import UnsupportedModelError, WeightLoadError
+from vllm_module.base.outside import NO_FAILURES, blamed
+from vllm_module.errors import RankError, UnsupportedModelError, WeightLoadError
 from vllm_module.weights.regular_file import is_there, open_regular
 from vllm_module.wrapped.library import library
 
@@ -57,17 +59,34 @@ def class_of(entries: Mapping[str, Any], auto_class: str, folder: str | None) ->
             "trust_remote_code=True, or --trust-remote-code on the command line"
         )
     path = code_file(reference, auto_class, Path(folder), "config.json")
+    whose = f"{printable(path)}, code of the checkpoint, cannot be imported"
+    with blamed(whose, UnsupportedModelError, (WeightLoadError,)), importing():
+        dynamic = library("dynamic_module_utils")
+        return dynamic.get_class_from_dynamic_module(reference, folder, local_files_only=True)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Turn what code of a checkpoint raises in the block into ``UnsupportedModelError``.
+
+    What our layers raise in it is not changed.
+    """
     try:
-        with importing():
-            dynamic = library("dynamic_module_utils")
-            return dynamic.get_class_from_dynamic_module(reference, folder, local_files_only=True)
-    except WeightLoadError:
+        yield
+    except BaseException as error:
+        if isinstance(error, (*NO_FAILURES, WeightLoadError, RankError, MemoryError)):
+            raise
+        # The innermost frame that is not of a library that the code calls.
+        for frame, line in reversed([*walk_tb(error.__traceback__)]):
+            module = frame.f_globals.get("__name__", "")
+            if module.startswith("vllm_module."):
+                raise
+            if module.startswith("transformers_modules."):
+                raise UnsupportedModelError(
+                    f"{printable(Path(frame.f_code.co_filename).name)}, code of the checkpoint, "
+                    f"fails in line {line}: {describe_error(error)}"
+                ) from error
         raise
-    except Exception as error:  # code from outside
-        raise UnsupportedModelError(
-            f"{printable(path)}, code of the checkpoint, cannot be imported: "
-            f"{describe_error(error)}"
-        ) from error
 
 
 def code_file(reference: object, auto_class: str, folder: Path, named_in: str) -> Path:

@@ -24,6 +24,7 @@ from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.chosen_tokens import choose_all
 from vllm_module.wrapped.config import TransformersConfig, config_of
+from vllm_module.wrapped.custom_code import running
 from vllm_module.wrapped.inline_attention import has_stand_in
 from vllm_module.wrapped.names import TransformersNames, beginnings
 from vllm_module.wrapped.own_attention import divert
@@ -122,7 +123,7 @@ class TransformersForCausalLM(vLLMModule):
         Without ``metadata`` the tokens are one whole sequence.
         """
         trunk = self.get_submodule(self._trunk.path)
-        with stepping(Running(metadata)):
+        with running(), stepping(Running(metadata)):
             output = trunk(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
@@ -138,7 +139,8 @@ class TransformersForCausalLM(vLLMModule):
         Transformers' class computes them from its trunk's output, and may scale or cap them.
         """
         (model,) = self._library
-        return logits_of(self, model, self._trunk, hidden[None])[0]
+        with running():
+            return logits_of(self, model, self._trunk, hidden[None])[0]
 
     def check(self) -> None:
         """Raise ``UnsupportedModelError`` if the loaded model computes batches wrong."""

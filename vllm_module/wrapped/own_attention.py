@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_module.base.outside import NO_FAILURES
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.attention import PROBING, attend
 from vllm_module.wrapped.inline_attention import InlineAttention, Understood, understood
@@ -166,7 +167,9 @@ def divert_methods(model: nn.Module, longest: int) -> bool:
             continue
         try:
             measured = _measured(module, longest)
-        except Exception:  # code from outside
+        except BaseException as error:  # code from outside
+            if isinstance(error, NO_FAILURES):
+                raise
             measured = None
         if measured is not None:
             vars(module)["_attn"] = OwnAttention(module, measured)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vllm_module.base.messages import describe_error, shorten
+from vllm_module.base.outside import NO_FAILURES
 from vllm_module.core.state import guard, modules_that_load, unguard
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.attention import MASKED, NAME, PROBING, stepping
@@ -229,7 +230,9 @@ def on_meta(model: Any, name: str, found: Probe) -> Iterator[dict[torch.Tensor, 
             yield values
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{owner}: {error}") from None
-        except Exception as error:  # code from outside
+        except BaseException as error:  # code from outside
+            if isinstance(error, NO_FAILURES):
+                raise
             raise UnsupportedModelError(
                 f"{owner} does not run on tensors without values, by which its attention is found: "
                 f"{describe_error(error)}"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_module.base.outside import NO_FAILURES
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.probe import Probe, probe_of, run_on_meta, watched
 
@@ -116,7 +117,9 @@ def refuse_other_logits(text: Any, whole: Any) -> None:
         try:
             ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
             made.append(copy.forward(input_ids=ids, use_cache=False).logits)
-        except Exception:  # code from outside, which may need more arguments
+        except BaseException as error:  # code from outside, which may need more arguments
+            if isinstance(error, NO_FAILURES):
+                raise
             return
     if not torch.equal(*made):
         raise UnsupportedModelError(

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vllm_module import LLM, WeightLoadError
 from vllm_module.errors import ModelNotReadyError
+from vllm_module.weights import open_checkpoint
 
 # Pytest's importlib mode has no imports between test files.
 ASKING: Any = runpy.run_path(str(Path(__file__).with_name("asking.py")))
@@ -33,8 +35,10 @@ def test_weights_take_effect_between_steps(folder: Path, theirs: Any) -> None:
         assert llm.generate(long, greedy(8), False)[0].outputs[0].token_ids == before
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_update_that_is_refused_costs_nothing(folder: Path, theirs: Any, size: int) -> None:
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_an_update_that_is_refused_costs_nothing(
+    folder: Path, theirs: Any, tmp_path: Path, ranks: dict[str, int]
+) -> None:
     """Requests go on with the weights that they had, and so does a later update of a part."""
     head = theirs.lm_head.weight.detach()
     nan = head.clone()
@@ -43,15 +47,23 @@ def test_an_update_that_is_refused_costs_nothing(folder: Path, theirs: Any, size
     def stream_of_one() -> Any:
         yield "model.norm.bias", head
 
-    with LLM(folder, tensor_parallel_size=size, **SMALL) as llm:
+    norm = theirs.model.norm.weight.detach() * torch.nan
+    save_file({"lm_head.weight": head, "model.norm.weight": norm}, tmp_path / "model.safetensors")
+
+    with (
+        LLM(folder, **ranks, **SMALL) as llm,
+        open_checkpoint(tmp_path) as files,
+    ):
         before = llm.generate("fox", greedy(8, ignore_eos=True), False)[0].outputs[0].token_ids
         stream = llm.stream("fox", greedy(8, ignore_eos=True))
         next(stream)
         for refused, why in (
             ({"lm_head.weight": torch.zeros(3, 3)}, "expected shape"),
             ({"lm_head.weight": head, "lm_heads.weight": head}, "lm_heads"),
-            (stream_of_one(), "model.norm.bias"),
+            # A stage has written nothing of a stream that another one refuses, but cannot know it.
+            *([] if "pipeline_parallel_size" in ranks else [(stream_of_one(), "model.norm.bias")]),
             ({"lm_head.weight": nan}, "lm_head.weight has a NaN"),
+            (files, "model.norm.weight has a NaN"),
         ):
             with pytest.raises(WeightLoadError, match=why):
                 llm.update_weights(refused)

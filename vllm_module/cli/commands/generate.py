@@ -24,7 +24,7 @@ from vllm_module.cli.options import (
     Source,
     UsageError,
 )
-from vllm_module.cli.output import console, error_text, plural, print_json, working
+from vllm_module.cli.output import CommandError, console, error_text, plural, print_json, working
 from vllm_module.cli.serving import (
     check_text,
     given_params,
@@ -107,7 +107,10 @@ def generate(
         for completion in completions if prompts else ():
             if llm.tokenizer is None:
                 raise CheckpointFormatError(f"{llm.no_tokenizer} (--prompt-ids)")
-            completion.prompt_ids = llm.tokenizer.encode(completion.prompt or "")
+            try:
+                completion.prompt_ids = llm.tokenizer.encode(completion.prompt or "")
+            except ValueError as error:  # half of a character, for example
+                raise CommandError(str(error)) from error
         params = sampling_params(llm, given, max_tokens=64)
         name = loaded_adapter(llm, adapter)
         start = time.perf_counter()

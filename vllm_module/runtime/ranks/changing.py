@@ -109,7 +109,7 @@ class WeightChanges:
         ]
         self._everywhere("check_update", described, whole)
         if not self.worker.model.allow_nan:
-            refuse_nan_sent(pairs)
+            refuse_nan_sent(pairs, stored=not whole)
 
     def load_adapter(self, number: int, path: str, again: bool) -> list[LoadedAdapter]:
         """Load an adapter on every rank, maybe ``again``, and return what each has, by rank.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vllm_module.base.messages import describe_error, shorten
+from vllm_module.base.outside import blamed
 from vllm_module.runtime.ranks.worker import Worker
 
 
@@ -95,13 +96,11 @@ def worker_class(base: type[Worker], extension: type | str | None) -> type[Worke
 def _class_at(name: str) -> type:
     """Import the class with a qualified name."""
     module, _, attribute = name.rpartition(".")
-    try:
+    whose = (
+        f"worker_extension_cls {shorten(name)} leads to no class, expected 'package.module.Class'"
+    )
+    with blamed(whose, ValueError):
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"worker_extension_cls {shorten(name)} leads to no class, expected "
-            f"'package.module.Class': {describe_error(error)}"
-        ) from None
     if not isinstance(found, type):
         raise ValueError(f"worker_extension_cls {shorten(name)} should be a class, got {found!r}")
     return found

@@ -149,7 +149,7 @@ class WorkerWeights:
             plan.report.missing.clear()
         plan.report.raise_if_refused(type(self.model).__name__, touched=False)
         if not self.model.allow_nan:
-            refuse_nan(plan.fills)
+            refuse_nan(plan.fills, stored=not whole)
 
     @paused_gc()
     def load_adapter(self, number: int, path: str, again: bool = False) -> LoadedAdapter:

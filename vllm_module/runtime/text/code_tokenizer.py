@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_module.base.messages import describe_error, install, printable, shorten
+from vllm_module.base.messages import install, printable, shorten
+from vllm_module.base.outside import blamed
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.weights import read_json
@@ -68,16 +69,11 @@ class CodeTokenizer(Tokenizer):
             ) from None
         library: Any = transformers  # transformers has few type hints
         self._path = folder
-        try:
-            with importing():
-                self._library = library.AutoTokenizer.from_pretrained(
-                    str(folder), trust_remote_code=True, local_files_only=True
-                )
-        except Exception as error:  # code from outside
-            raise CheckpointFormatError(
-                f"the tokenizer of {printable(folder)}, code of the checkpoint, cannot be read: "
-                f"{describe_error(error)}"
-            ) from error
+        whose = f"the tokenizer of {printable(folder)}, code of the checkpoint, cannot be read"
+        with blamed(whose, CheckpointFormatError), importing():
+            self._library = library.AutoTokenizer.from_pretrained(
+                str(folder), trust_remote_code=True, local_files_only=True
+            )
 
     def to_str(self) -> str:  # noqa: D102 # of Tokenizer
         raise ValueError("it is code of the checkpoint, and has no tokenizer.json")
@@ -87,32 +83,39 @@ class CodeTokenizer(Tokenizer):
         return self._path
 
     def _special_token(self, name: str) -> str | None:
-        found = getattr(self._library, name, None)
+        with self._refusing(CheckpointFormatError, f"has no {name}"):
+            found = getattr(self._library, name, None)
         return found if isinstance(found, str) else None
 
     def _special_id(self, name: str) -> int | None:
-        found = getattr(self._library, f"{name}_id", None)
+        with self._refusing(CheckpointFormatError, f"has no {name}_id"):
+            found = getattr(self._library, f"{name}_id", None)
         return found if type(found) is int else None
 
     def get_vocab(self) -> dict[str, int]:  # noqa: D102 # of Tokenizer
-        return dict(self._library.get_vocab())
+        with self._refusing(CheckpointFormatError, "has no vocabulary"):
+            return dict(self._library.get_vocab())
 
     @property
     def vocab_size(self) -> int:  # noqa: D102 # of Tokenizer
-        return int(self._library.vocab_size)
+        with self._refusing(CheckpointFormatError, "has no vocab_size"):
+            return int(self._library.vocab_size)
 
     def convert_tokens_to_ids(  # noqa: D102 # of Tokenizer
         self, tokens: str | Sequence[str]
     ) -> Any:
-        return self._library.convert_tokens_to_ids(tokens)
+        with self._refusing(CheckpointFormatError, "cannot convert tokens"):
+            return self._library.convert_tokens_to_ids(tokens)
 
     def convert_ids_to_tokens(  # noqa: D102 # of Tokenizer
         self, ids: Any, skip_special_tokens: bool = False
     ) -> Any:
-        return self._library.convert_ids_to_tokens(ids, skip_special_tokens)
+        with self._refusing(CheckpointFormatError, "cannot convert ids"):
+            return self._library.convert_ids_to_tokens(ids, skip_special_tokens)
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:  # noqa: D102 # of Tokenizer
-        return str(self._library.convert_tokens_to_string(tokens))
+        with self._refusing(CheckpointFormatError, "cannot decode tokens"):
+            return str(self._library.convert_tokens_to_string(tokens))
 
     def encode_pair(  # noqa: D102 # of Tokenizer
         self, first: str, second: str, most: int | None = None
@@ -145,9 +148,5 @@ class CodeTokenizer(Tokenizer):
     @contextmanager
     def _refusing(self, kind: type[ValueError], what: str) -> Iterator[None]:
         """Turn errors of code from outside into ``kind``; also refuse half of a surrogate pair."""
-        try:
+        with blamed(f"the tokenizer of {printable(self._path)} {what}", kind):
             yield
-        except Exception as error:
-            raise kind(
-                f"the tokenizer of {printable(self._path)} {what}: {describe_error(error)}"
-            ) from None

@@ -28,7 +28,7 @@ _MOST_ALIGNMENT = 1 << 20
 # bytes in memory.
 _MOST = 1 << 22
 _READ = 1 << 20  # bytes read at a time: the header's length is known only at its end
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING, _ARRAY, _BOOL, _UINT32 = 8, 9, 7, 4
 _NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
@@ -87,6 +87,8 @@ def read_gguf_header(path: Path, size: int, read: Callable[[int, int], bytes]) -
         if key in metadata:
             header.refuse(f"the metadata has {shorten(key)} twice")
         (kind,) = header.numbers("I")
+        if key == "general.alignment" and kind != _UINT32:
+            header.refuse(f"general.alignment should be a uint32 (type 4), and is of type {kind}")
         metadata[key] = header.value(kind, key)
     alignment = metadata.get("general.alignment", 32)
     if (
