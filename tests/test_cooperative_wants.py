@@ -62,6 +62,15 @@ def test_what_is_read_in_order_and_once_is_told_by_rows(
         assert told == rows[at]
 
 
+def test_regions_that_follow_each_other_are_one_interval() -> None:
+    """Of the first tensor and of others, also where a row belongs to two of them."""
+    shape = torch.Size((20, 2))
+    boxes = [((3, 2), (0, 2)), ((5, 1), (0, 1)), ((5, 4), (1, 1)), ((12, 1), (0, 2))]
+    regions = [Region.within("", shape, box, torch.float32) for box in boxes]
+    wants = Wants.of([("a", regions[:2]), ("b", regions[:2]), ("c", regions[2:])])
+    assert wants.rows == [(0, 3, 6), (1, 3, 6), (2, 5, 9), (2, 12, 13)]
+
+
 DTYPES = (torch.bool, torch.bfloat16, torch.float32, torch.complex128)
 
 

@@ -58,6 +58,23 @@ def test_an_offer_that_leads_elsewhere_is_not_taken(
     assert theirs[:3] == bytes(3)
 
 
+def test_allocated_memory_is_taken_at_once(offered: list[OfferedMemory]) -> None:
+    """The kernel's own count of it, from which a later write that finds none would be a SIGBUS."""
+
+    def taken(memory: OfferedMemory) -> int:
+        assert memory.offer is not None
+        return 512 * os.stat(f"/proc/self/fd/{memory.offer.descriptor}").st_blocks
+
+    first, second, _ = offered
+    first.join([], 0)
+    assert taken(first) >= NBYTES
+    second.join([], 0, allocated=False)
+    before = taken(second)
+    second.allocate(0, NBYTES // 2)
+    assert before < NBYTES
+    assert taken(second) == before + NBYTES // 2
+
+
 @pytest.mark.parametrize("lacks", ["the call", "descriptors"])
 def test_memory_that_cannot_be_offered_is_its_own(
     offered: list[OfferedMemory], lacks: str, monkeypatch: pytest.MonkeyPatch

@@ -146,7 +146,8 @@ def test_an_update_is_in_place(tuned: Callable[[str], Any], tmp_path: Path) -> N
     adapter = load_adapter(base, one.adapter)
     attach(adapter, 0, rows)
     memory = {path: each.data_ptr() for path, each in adapter.named_parameters()}
-    with open_adapter(tmp_path) as (_, weights):
+    with open_adapter(tmp_path) as (_, weights):  # of another dtype than the adapter, or not
+        adapter.check_update(weights)
         adapter.update_weights(weights)
     assert {path: each.data_ptr() for path, each in adapter.named_parameters()} == memory
     rows.set({0: 0}, [0, len(one.ids)], CPU)

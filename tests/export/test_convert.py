@@ -284,6 +284,11 @@ def test_the_command_writes_it(
     assert len(json.loads(text)["quantized"]) == 14
     assert json.loads(text)["bytes_written"] == sum(t.nbytes for t in stored(out).values())
     assert run("load", out)[0] == 0
+    given = {each.name for each in checkpoint("llama").iterdir()}
+    small = {name for name in given if ".safetensors" not in name}
+    assert "generation_config.json" in small
+    assert small <= {each.name for each in out.iterdir()}
+    assert {each.name for each in checkpoint("llama").iterdir()} == given
     code, _, error = run("convert", checkpoint("llama"), "--quantization", "fp8", "--out", out)
     assert code == 2
     assert "no empty folder" in error

@@ -37,6 +37,21 @@ LAYOUTS: dict[str, tuple[tuple[Dim, ...], dict[str | None, Any], list[Any]]] = {
         {"": [1, 2, 3, 4, 11, 12]},
         [[1, 2, 11, 12], [3, 4, 11, 12]],
     ),
+    "one slot in groups, padded inside one": (
+        (Dim((Slot("a", 4, 2, padded=6),), groups=2),),
+        {"": [1, 2, 3, 4]},
+        [[1, 2, 3], [4, 0, 0]],
+    ),
+    "one slot in groups, stored as pairs": (
+        (Dim((Slot("a", 8, 2, pairs=4),), groups=2),),
+        {"": [1, 3, 2, 4, 5, 7, 6, 8]},
+        [[1, 2, 3, 4], [5, 6, 7, 8]],
+    ),
+    "slots as pairs, one after the other": (
+        (Dim((Slot("a", 4, 1, pairs=4), Slot("b", 4, 1, pairs=4)), groups=1),),
+        {"": [1, 3, 2, 4, 5, 7, 6, 8]},
+        [[1, 2, 3, 4, 5, 6, 7, 8]] * 2,
+    ),
     "a rank's groups of several features": (
         (Dim((Slot("q", 8, 2), Slot("k", 4, 2)), groups=2),),
         {"": [1, 2, 3, 4, 11, 12, 5, 6, 7, 8, 13, 14]},
