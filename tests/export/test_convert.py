@@ -239,6 +239,23 @@ def test_files_have_an_index_and_can_be_mapped(
     assert max(sizes.values()) <= FILE_BYTES
 
 
+def test_two_files_have_an_index_and_one_has_none(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """transformers finds the tensors of both, and a reader of one file needs no index."""
+    config = ModelConfig(model=str(checkpoint("llama")), quantization="fp8")
+    whole = convert(config, tmp_path / "one")
+    assert [each.name for each in sorted((tmp_path / "one").glob("model*"))] == [
+        "model.safetensors"
+    ]
+    convert(config, tmp_path / "two", file_bytes=whole.written * 3 // 4)
+    files = {each.name for each in (tmp_path / "two").glob("*.safetensors")}
+    assert files == {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == files
+    assert stored(tmp_path / "two").keys() == stored(tmp_path / "one").keys()
+
+
 def test_a_file_lies_as_that_of_safetensors(tmp_path: Path) -> None:
     """Wide dtypes are before narrow ones, so that each tensor can be mapped."""
     kinds = {"a": torch.uint8, "b": torch.float32, "c": torch.bfloat16, "d": torch.int64}

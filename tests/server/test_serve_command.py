@@ -33,7 +33,7 @@ SUPPORT = runpy.run_path(str(ROOT / "tests/support.py"))
 BLOCK = re.search(r"## Serve\n\n```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def status(url: str) -> int:
+def status(url: str | urllib.request.Request) -> int:
     """Return the status of an answer; 0 where nobody listens."""
     try:
         with urllib.request.urlopen(url) as answer:
@@ -55,6 +55,7 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
     arguments = [str(folder) if word == "CKPT" else word for word in serve[1:]]
     arguments = [str(port) if word == "8000" else word for word in arguments]
     options = shlex.split("--device cpu --max-num-seqs 3 --kv-cache-memory-bytes 131072")
+    options += ["--allowed-origins", "https://a.example", "--allowed-origins", "https://b.example"]
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_module.cli", *arguments, *options, "--enforce-eager"],
         stderr=subprocess.PIPE,
@@ -82,6 +83,17 @@ def test_the_lines_of_the_readme(folder: Path) -> None:
             found = json.load(answer)
         assert found["usage"]["completion_tokens"] == 9
         assert found["model"] == str(folder)
+        for origin, allowed in (("https://b.example", 200), ("https://c.example", 400)):
+            asked = {
+                "Origin": origin, "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization, content-type",
+            }  # fmt: skip
+            request = urllib.request.Request(url, None, asked, method="OPTIONS")
+            assert status(request) == allowed
+            request = urllib.request.Request(url, body, {**headers, "Origin": origin})
+            with urllib.request.urlopen(request) as answer:
+                told = answer.headers["Access-Control-Allow-Origin"]
+            assert told == (origin if allowed == 200 else None)
         with urllib.request.urlopen(f"{base}/summary") as answer:
             facts = json.dumps(json.load(answer))
         assert "3 in a step" in facts

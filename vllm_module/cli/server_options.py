@@ -142,6 +142,15 @@ class ServerOptions(Options):
             show_default=False,
         ),
     ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin whose pages may ask, such as https://chat.example; may be repeated, and * "
+            "is every one. Without one, a browser lets only the server's own page ask.",
+            show_default=False,
+        ),
+    ] = None
     weights_port: Annotated[
         int | None,
         typer.Option(
