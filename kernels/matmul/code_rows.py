@@ -5,7 +5,6 @@ Weights stay as they are stored. :mod:`~vllm_module.kernels.matmul.code_rows_mat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from vllm_module.kernels.matmul.compiled_blocks import BLOCKS
 from vllm_module.kernels.matmul.compiled_codes import CODES, DOWN, FP8, IN_TABLE, INT8, MXFP4
 from vllm_module.kernels.matmul.compiled_floats import BFLOAT16, FLOAT16, FLOAT32
 from vllm_module.kernels.matmul.packed_words import Packing
+from vllm_module.kernels.once import Once
 
 _FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
@@ -124,7 +124,7 @@ def mxfp4_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> CodeRows:
     return CodeRows(MXFP4, blocks.detach(), none, exponents.detach(), table=_e2m1(), order=order)
 
 
-@functools.cache
+@Once
 def _e2m1() -> torch.Tensor:
     return torch.tensor(E2M1, dtype=torch.float32, device="cpu")
 
@@ -136,7 +136,7 @@ def block_rows(blocks: torch.Tensor, kind: str) -> CodeRows | None:
     return CodeRows(BLOCKS[kind], blocks, torch.empty(len(blocks), 0), table=_halves())
 
 
-@functools.cache
+@Once
 def _halves() -> torch.Tensor:
     """Return all float16 numbers by their bits, float32."""
     return torch.arange(1 << 16, device="cpu").to(torch.uint16).view(torch.float16).float()
@@ -146,7 +146,7 @@ def _grouped(weight: torch.Tensor, groups: int) -> torch.Tensor:
     return weight.detach().view(torch.uint8).view(len(weight), groups, -1)
 
 
-@functools.lru_cache(maxsize=256)
+@Once
 def _order_of(size: int, bits: int, width: int, order: Sequence[int] | None) -> torch.Tensor | None:
     """Return the input of each code, with the lowest codes of all bytes of a row before the next.
 

@@ -119,15 +119,16 @@ def _product(
     y = rows.new_empty(len(rows), padded, dtype=rows.dtype if bias is None else torch.float32)
     bias = None if bias is None else bias.float().contiguous()
     order = 0 if told.order is None else told.order.data_ptr()
+    loop = compiled_loops(told.kind, False)
     _by_expert(torch.get_num_threads())(
         (
-            compiled_loops(told.kind, False).address,
+            loop.address,
             told.each.data_ptr(), len(told.each), offsets.data_ptr(),
             rows.data_ptr(), rows.shape[1], NARROW[rows.dtype],
             y.data_ptr(), len(y), padded, NARROW[y.dtype],
             order, 0 if bias is None else bias.data_ptr(), told.outputs,
         ),
-        told.each, told.order, bias,
+        loop, told.each, told.order, bias,
     )  # fmt: skip
     return (y if padded == told.outputs else y[:, : told.outputs]).to(x.dtype)
 

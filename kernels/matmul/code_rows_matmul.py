@@ -23,6 +23,7 @@ from vllm_module.kernels.matmul.compiled_rows import ARGUMENTS, BYTES, STORED, c
 from vllm_module.kernels.matmul.kept_loops import Loop
 from vllm_module.kernels.matmul.products import least_seconds, products_in_use, seconds_of
 from vllm_module.kernels.matmul.torch_threads import in_threads
+from vllm_module.kernels.once import Once
 
 _log = logging.getLogger(__name__)
 _TRIED = 1, 8, 32, 128, 512  # numbers of rows that are timed
@@ -225,7 +226,7 @@ def _by_group(weight: CodeRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return order, inputs, torch.from_numpy(starts)
 
 
-@functools.cache
+@Once
 def _places(places: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(places, dtype=torch.int64, device="cpu")
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, cast
 
 from vllm_module.kernels.matmul.torch_threads import functions_of_threads, tell_numba
+from vllm_module.kernels.once import Once
 
 P = ParamSpec("P")
 _KERNELS = Path(__file__).parents[1]
@@ -76,12 +77,12 @@ def compiled(make: Callable[P, Any]) -> Callable[P, Loop]:
 
     """
 
-    @functools.cache
     def loop(*arguments: Any) -> Loop:
         with _one_at_a_time:
             return _loop(make, arguments)
 
-    return cast(Callable[P, Loop], functools.wraps(make)(loop))
+    # Others have its address.
+    return cast(Callable[P, Loop], functools.update_wrapper(Once(loop), make))
 
 
 def _loop(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Loop:

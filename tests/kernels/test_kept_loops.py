@@ -78,8 +78,9 @@ def test_a_loop_is_compiled_once_for_each_argument(
 
 def test_threads_compile_a_loop_once(times_compiled: list[Any]) -> None:
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(loop, [3] * 8):
-            assert applied(found, 1) == 8
+        found = list(pool.map(compiled(doubling), [3] * 8))
+    assert {applied(each, 1) for each in found} == {8}
+    assert len({each.address for each in found}) == 1  # it is freed with the last that has it
     assert len(times_compiled) == 1
 
 

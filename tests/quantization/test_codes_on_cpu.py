@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from vllm_module import vLLMModule
 from vllm_module.distributed import expert_parallel, run_ranks
+from vllm_module.kernels.experts import grouped_matmul
 from vllm_module.kernels.matmul import code_rows_by_expert, code_rows_matmul
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.products import Products, products
@@ -240,9 +241,22 @@ OF_EXPERTS = {**KINDS, "MXFP4": (MXFP4PackedMethod(), two_in_a_byte)}
 
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole experts"])
 @pytest.mark.parametrize("kind", OF_EXPERTS)
-def test_experts_are_multiplied_where_tokens_go(kind: str, whole: bool, counted: list[int]) -> None:
-    """Two ranks sum to the formula in float64, and only the rows of tokens are multiplied."""
+def test_experts_are_multiplied_where_tokens_go(
+    kind: str, whole: bool, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks sum to the formula in float64, and only the rows of tokens are multiplied.
+
+    One call multiplies the rows of all experts.
+    """
     method, make = OF_EXPERTS[kind]
+    multiply, in_one_call = grouped_matmul.multiplied_by_experts, []
+
+    def noted(*arguments: Any) -> torch.Tensor | None:
+        y = multiply(*arguments)
+        in_one_call.append(y is not None)
+        return y
+
+    monkeypatch.setattr(grouped_matmul, "multiplied_by_experts", noted)  # what it returns is hidden
     layers = {
         f"{expert}.{name}": make(*shape, 10 * expert + at)
         for expert in range(EXPERTS)
@@ -273,5 +287,6 @@ def test_experts_are_multiplied_where_tokens_go(kind: str, whole: bool, counted:
         assert float(error) < 1e-5
     of_expert = chosen.flatten().bincount(minlength=EXPERTS).tolist()
     assert of_expert[3] == 0
+    assert in_one_call == [kind != "GPTQ in activation order"] * 2 * SIZE
     times = 2 if whole else 2 * SIZE  # two layers, on the rank that has it or on both
     assert sorted(counted) == sorted(each for each in of_expert if each for _ in range(times))
