@@ -67,7 +67,7 @@ def test_what_is_no_model_is_refused(
 
 
 BAD_FILES = {
-    "not there": (None, "is not a Python file"),
+    "not there": (None, "does not exist"),
     "another ending": ("", "is not a Python file"),
     "no model": ("x = 1", "has no model"),
     "a class that is no model": ("class OutsideForCausalLM:\n    x = 1", "has no model"),

@@ -117,6 +117,16 @@ def test_a_size_that_does_not_divide_is_1(run: Run, folder: Path, command: str) 
     )
 
 
+def test_names_of_vllm_are_understood(run: Run, folder: Path) -> None:
+    """As those of ours, and help shows one name of each option."""
+    ours = run("plan", folder, "--tp", 2, "--pp", 2, "--json")
+    names = "--tensor-parallel-size", 2, "--pipeline-parallel-size=2"
+    assert run("plan", folder, *names, "--json") == ours
+    assert ours[0] == 0
+    assert run("inspect", folder, "--tensor-parallel-size", 2)[0] == 2  # it has no such option
+    assert "tensor-parallel-size" not in run("plan", "--help")[1]
+
+
 def test_a_bug_keeps_its_traceback(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only refusals are caught."""
 

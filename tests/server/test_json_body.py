@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_module.server import json_body
 from vllm_module.server.errors import ApiError
-from vllm_module.server.json_body import count_values, read_json
+from vllm_module.server.json_body import looked_over, read_json
 
 # Texts that look like what is counted, and end in runs of backslashes.
 texts = st.text(alphabet='",[]{}:\\ é\n', max_size=12)
@@ -37,7 +38,7 @@ def test_values_are_counted_as_python_reads_them(value: Any, ascii: bool, piece:
     data = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "_PIECE", piece)  # so that small bodies have many edges
-        assert count_values(data) == begun(json.loads(data))
+        assert looked_over(data)[0] == begun(json.loads(data))
 
 
 @pytest.mark.parametrize("edge", range((1 << 16) - 6, (1 << 16) + 6))
@@ -46,7 +47,7 @@ def test_edges_of_real_pieces(edge: int, run: bytes) -> None:
     """A run of backslashes that crosses an edge is read as one."""
     head = b'["'
     data = head + b"x" * (edge - len(head)) + run + b'", 1, {"a,": [2]}]'
-    assert count_values(data) == begun(json.loads(data)) == 6
+    assert looked_over(data)[0] == begun(json.loads(data)) == 6
 
 
 def test_the_limit_is_exact() -> None:
@@ -62,3 +63,34 @@ def test_the_limit_is_exact() -> None:
 def test_texts_have_no_limit_but_the_bodys() -> None:
     text = 'a,[{"\\' * 200_000
     assert read_json(json.dumps({"prompt": text}).encode(), 10) == {"prompt": text}
+
+
+def numbers_of_every_kind() -> list[tuple[bytes, bool]]:
+    """Return numbers on both sides of the largest float, and whether Python has each infinite."""
+    written = [f"{'1' * n}.5" for n in (1, 63, 64, 127, 128, 200, 308, 309, 310, 400)]
+    written += [f"1{sign}{n}" for sign in ("e", "E", "e+", "e-") for n in (0, 9, 307, 308, 309)]
+    written += ["-1e999", f"0.{'0' * 300}1", f"-{'9' * 309}.0", f"{'7' * 200}e200"]
+    return [(each.encode(), math.isinf(float(each))) for each in written]
+
+
+@pytest.mark.parametrize("before", [0, (1 << 16) - 300, (1 << 16) - 64, (1 << 16) - 2, 1 << 17])
+def test_an_infinite_number_is_found_wherever_pieces_end(before: int) -> None:
+    """The expected answer is Python's, for bodies of one piece and of several."""
+    for number, infinite in numbers_of_every_kind():
+        text = b'"' + b"e" * before + b'1e999"'  # no number
+        body = (
+            b'{"a": [true, ' + text + b", " + number + b", 1], " + b'"b": "' + b"9" * 70_000 + b'"}'
+        )
+        refused = ""
+        try:
+            read_json(body, 1000)
+        except ApiError as error:
+            refused = error.message
+        assert ("too large for a float" in refused) == infinite, number
+
+
+def test_most_large_bodies_are_not_written_again_to_find_infinities() -> None:
+    """Texts and token ids have none, whatever looks like one within a text."""
+    ids = json.dumps({"prompt": [123456] * 40_000}).encode()
+    text = json.dumps({"prompt": "1e999 " + "9" * 100_000, "stream": False, "n": 1.5}).encode()
+    assert [looked_over(each)[1] for each in (ids, text)] == [False, False]

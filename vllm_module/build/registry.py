@@ -145,6 +145,8 @@ def load_model_code(path: Path) -> None:
     try:
         path = path.expanduser().resolve()
         path.stat()
+    except FileNotFoundError as error:
+        raise UnsupportedModelError(f"model_code {printable(path)} does not exist") from error
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no path at all
         raise UnsupportedModelError(
             f"model_code {printable(path)} is not a Python file: {describe_error(error)}"

@@ -40,12 +40,25 @@ EXAMPLES: dict[Callable[..., None], str] = {
     demo: "vllm-module demo --keep ./demo-checkpoint",
 }
 
+# vLLM's names of options, which are understood, too.
+_NAMES_OF_VLLM = {
+    "tensor-parallel-size": "tp", "pipeline-parallel-size": "pp", "max-tokens": "max-new-tokens",
+}  # fmt: skip
+
+
+def _own_name(token: str) -> str:
+    return _NAMES_OF_VLLM.get(token, token)
+
+
 # Help without rich's panels, whose frames and cut lines would end up in pipes.
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": _own_name,
+    },
     epilog="Exit codes: 0 success, 1 refused or failed, 2 wrong usage, 130 interrupted, "
     "141 pipe closed.",
 )

@@ -306,9 +306,10 @@ _BATCH = 1000  # values of an iterator that are encoded at once
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name ``path`` in an error of the system's in the block, such as that of a full disk."""
+    """Say that ``path`` was written, or name it in an error of the system's (a full disk)."""
     try:
         yield
+        announce(f"wrote {path}")
     except OSError as error:
         if isinstance(error, FileExistsError) and error.strerror is None:  # ours, with advice
             raise CommandError(str(error)) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isinf
+import json
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import pydantic_core
 
 from vllm_module.server.errors import ApiError
 
-_PIECE = 1 << 16  # bytes in which values are counted, even
+_PIECE = 1 << 16  # bytes that are looked at together, even
+_DOUBLED = 1, 2, 4, 8, 16, 32  # of 64 digits in a row
 
 
 def read_json(data: bytes, most: int) -> Any:
@@ -20,7 +21,9 @@ def read_json(data: bytes, most: int) -> Any:
     length of texts. Raises ``ApiError`` for more values, for what is no JSON, and for a number
     that no finite float has.
     """
-    if len(data) > most and count_values(data) > most:
+    large = len(data) > min(_PIECE, most)
+    count, may_be_infinite = looked_over(data) if large else (0, True)
+    if count > most:
         raise ApiError(
             413, f"the body has more than {most} JSON values: send less in one request, or start "
             "the server with a larger --max-body-mib", code="body_too_large",
@@ -29,18 +32,23 @@ def read_json(data: bytes, most: int) -> Any:
         given = pydantic_core.from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
-    if _has_infinity(given):
-        raise ApiError(400, "the body has a number that is too large for a float")
+    try:
+        if may_be_infinite:
+            json.dumps(given, allow_nan=False)  # raises for a number that became infinite
+    except ValueError:
+        raise ApiError(400, "the body has a number that is too large for a float") from None
     return given
 
 
-def count_values(data: bytes) -> int:
-    """Return how many values JSON may have, names not counted: one for each ``,``, ``[`` and ``{``.
+def looked_over(data: bytes) -> tuple[int, bool]:
+    """Return how many values JSON may have, and whether a number of it may become infinite.
 
-    It counts a few too many: an empty list is two. Of what is no JSON, it counts what a parser
-    reads before it finds that. Other threads run meanwhile.
+    Values are counted without names: one for each ``,``, ``[`` and ``{``, and so a few too many: an
+    empty list is two. Only a number with an exponent, or with 128 digits in a row, can become
+    infinite. Of what is no JSON, it sees what a parser reads before it finds that. Other threads
+    run meanwhile.
     """
-    count, begin, within = 1, 0, False  # within: whether a text has begun and not ended
+    count, infinite, begin, within = 1, False, 0, False  # within: a text has begun and not ended
     while piece := data[begin : begin + _PIECE]:
         # A backslash and what it stands before are in one piece.
         odd = (len(piece) - len(piece.rstrip(b"\\"))) % 2
@@ -48,22 +56,20 @@ def count_values(data: bytes) -> int:
         begin += len(piece)
         text = np.frombuffer(piece.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
         quotes = text == ord('"')
-        inside = np.logical_xor.accumulate(quotes) ^ within
+        outside = ~(np.logical_xor.accumulate(quotes) ^ within)
         begins = (text == ord(",")) | (text == ord("[")) | (text == ord("{"))
-        count += int(np.count_nonzero(begins & ~inside))
+        count += int(np.count_nonzero(begins & outside))
+        infinite = infinite or _has_large_number(text, outside)
         within ^= bool(np.count_nonzero(quotes) % 2)
-    return count
+    return count, infinite
 
 
-def _has_infinity(given: Any) -> bool:
-    """Return whether a number of a body became infinite when it was read."""
-    left = [given]
-    while left:
-        value = left.pop()
-        if isinstance(value, list):
-            left += value
-        elif isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, float) and isinf(value):
-            return True
-    return False
+def _has_large_number(text: Any, outside: Any) -> bool:
+    """Return whether a piece has an exponent, or half of 128 digits, outside of texts."""
+    digits = (text >= ord("0")) & (text <= ord("9")) & outside
+    exponents = ((text | 0x20) == ord("e")) & outside  # also those of true and false
+    if np.any(exponents[1:] & digits[:-1]) or np.any(exponents[:1]):
+        return True
+    for step in _DOUBLED:
+        digits = digits[step:] & digits[:-step]
+    return bool(np.any(digits))

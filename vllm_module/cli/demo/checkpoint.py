@@ -67,6 +67,8 @@ def write_checkpoint(folder: Path, on_loss: Callable[[float], object]) -> dict[s
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     generation = {"eos_token_id": config["eos_token_id"], "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    said = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2))
     _save(folder, weights)
     return config
 
