@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_module.base import waiting
 from vllm_module.distributed.shared_ring import RingShape, SharedRing
 
 MARGIN = 60.0  # seconds that a busy machine may take
@@ -48,12 +49,16 @@ def test_a_buffer_is_not_filled_again_while_a_rank_writes_to_it() -> None:
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_a_slow_source_is_no_hang(says: bool) -> None:
+def test_a_slow_source_is_no_hang(
+    says: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part that takes longer than the limit is waited for while its reader counts progress.
 
+    Without progress, the log says once who is waited for, long before the limit.
     The reader goes on when rank 0 looks for failures, which is each 0.01 s of its wait, and rank 0
     waits for the reader then.
     """
+    monkeypatch.setattr(waiting, "SILENCE", 0.1)  # 10 s, of a limit of 30 minutes
     shape, looks, limit = RingShape(2, 2, 64), 200, 0.3  # 2 s in all
     shared = mmap.mmap(-1, shape.nbytes)
     looked, gone_on, over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
@@ -93,5 +98,7 @@ def test_a_slow_source_is_no_hang(says: bool) -> None:
     in_two_threads(run)
     if says:
         assert found == [[7] * 64]
+        assert caplog.messages == []
     else:
+        assert caplog.messages.count("reading together: waiting for rank 1 of 2") == 1
         assert "[1]" in found, "rank 0 has named the rank that is behind"
