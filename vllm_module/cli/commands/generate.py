@@ -90,8 +90,8 @@ def generate(
     stop token or text ended it, error or null).
     """
     if bool(prompts) == bool(prompt_ids):
-        given = ", and not both" if prompts else ""
-        raise UsageError(f"give --prompt or --prompt-ids{given}")
+        both = ", and not both" if prompts else ""
+        raise UsageError(f"give --prompt or --prompt-ids{both}")
     completions = [Completion(check_text(text, "--prompt"), []) for text in prompts or ()]
     completions += [Completion(None, _parse_ids(ids)) for ids in prompt_ids or ()]
     given = given_params(sampling, max_new_tokens)
