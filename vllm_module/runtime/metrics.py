@@ -96,13 +96,6 @@ class Histogram(Metric):
     sum: float = 0.0
     buckets: dict[str, int] = field(default_factory=dict)
 
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self.count += 1
-        self.sum += value
-        for edge in self.buckets:
-            self.buckets[edge] += value <= float(edge)
-
 
 def _times() -> list[Histogram]:
     return [
@@ -141,14 +134,17 @@ class Totals:
     def end(self, reason: str, stats: RequestStateStats) -> None:
         """Count a request that has ended."""
         self.requests[reason] = self.requests.get(reason, 0) + 1
-        if not stats.num_generation_tokens:
+        if not (tokens := stats.num_generation_tokens):
             return
-        first, token, whole = self.times
-        first.observe(stats.first_token_latency)
-        whole.observe(stats.last_token_ts - stats.queued_ts)
-        if stats.num_generation_tokens > 1:
-            seconds = stats.last_token_ts - stats.first_token_ts
-            token.observe(seconds / (stats.num_generation_tokens - 1))
+        first, last = stats.first_token_ts, stats.last_token_ts
+        token = (last - first) / (tokens - 1) if tokens > 1 else None
+        observed = stats.first_token_latency, token, last - stats.queued_ts
+        for histogram, seconds in zip(self.times, observed, strict=True):
+            if seconds is not None:
+                histogram.count += 1
+                histogram.sum += seconds
+                for edge in histogram.buckets:
+                    histogram.buckets[edge] += seconds <= float(edge)
 
 
 def engine_metrics(

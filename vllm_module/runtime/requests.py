@@ -284,7 +284,8 @@ class Requests:
 
         Raises ``RuntimeError`` in a fork, where another thread's lock would never be released.
         """
-        self.refuse_fork()
+        if os.getpid() != self._pid:
+            self.refuse_fork()
         try:
             with self.lock:
                 yield

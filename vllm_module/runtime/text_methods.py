@@ -116,8 +116,9 @@ class TextMethods:
         try:
             for prompt, params in zip(prompts, params_list, strict=True):
                 requests.append(self._add(prompt, params, tokenization))
-            report_refused(requests)
             ended = {i: each for i, each in enumerate(requests) if isinstance(each, RequestOutput)}
+            if ended:
+                report_refused(requests)
             with progress(use_tqdm, len(requests), "prompts", len(ended)) as count:
                 for index, output in self.engine.serve(requests, self._output):
                     count(index not in ended)

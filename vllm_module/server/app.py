@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -51,6 +53,11 @@ ROUTES: tuple[tuple[str, str, Right, type[Body], Handler], ...] = (
     ),
     ("POST", "/abort", "admin", operations.AbortBody, operations.abort),
 )
+
+
+def opened_to(application: Any, origins: Sequence[str]) -> Any:
+    """Return an application that pages of these origins may ask, too; ``*`` is every one."""
+    return CORSMiddleware(application, origins, allow_methods=["*"], allow_headers=["*"])
 
 
 def application(state: State, keys: Keys, limits: Limits) -> Starlette:

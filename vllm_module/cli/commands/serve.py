@@ -256,8 +256,7 @@ def _listening(source: str, options: ServerOptions) -> Iterator[tuple[Listener, 
 def _listening_with(
     application: Callable[[Keys, Limits], Any], options: ServerOptions, files: int = 1
 ) -> Iterator[Listener]:
-    from starlette.middleware.cors import CORSMiddleware
-
+    from vllm_module.server.app import opened_to
     from vllm_module.server.connection import Limits
     from vllm_module.server.endpoint import Keys
     from vllm_module.server.listener import Address, Listener
@@ -282,7 +281,7 @@ def _listening_with(
     limits = Limits(options.max_body_mib << 20, options.max_connections)
     app = application(keys, limits)
     if options.allowed_origins:
-        app = CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        app = opened_to(app, options.allowed_origins)
     try:
         listener = Listener(app, address, limits, options.stop_seconds, files)
     except OSError as error:
