@@ -27,6 +27,7 @@ from vllm_module.layout.messages import Message
 
 _TAG = 1 << 21  # tag of the first stage's messages
 _DIGEST = 16  # bytes
+_NEWS = 1.0  # seconds in which a rank hears why another one has left
 # A wait of gloo's that times out closes the connections to all ranks, so the caller has the limit.
 _FOREVER = timedelta(days=365)
 Transport: TypeAlias = Literal["group", "nixl"]
@@ -279,7 +280,8 @@ class RankTransfer:
             yield
         except RuntimeError as error:
             self._leave()
-            if failure := self._others.failure():  # for which ``peer`` may have left
+            # For which ``peer`` may have left: what it told may arrive after its connection ended.
+            if failure := self._others.failure(_NEWS):
                 raise self._failed(failure, (peer, name)) from error
             raise self._error(
                 f"rank {peer} ended, left or hangs, while weights moved between it and rank "

@@ -285,10 +285,11 @@ class _Exchange:
             self._changed.wait_for(lambda: bool(self._failures), _EVIDENCE)
             return dict(self._failures)
 
-    def failure(self, hanging: Iterable[int] = (), how: str = "") -> str:
-        """Name the ranks that have failed so far, and how; ``""`` if none has."""
+    def failure(self, hanging: Iterable[int] = (), how: str = "", seconds: float = 0.0) -> str:
+        """Name the ranks that have failed so far, and how; ``""`` if none has for ``seconds``."""
         with self._changed:
             self._note(dict.fromkeys(hanging, f"{how}: {_ADVICE}"))
+            self._changed.wait_for(lambda: bool(self._failures), seconds)
             return str(self.error(self._failures)) if self._failures else ""
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:

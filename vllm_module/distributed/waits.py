@@ -27,9 +27,9 @@ class Waiting:
         if self._exchange is not None:
             self._exchange.say_waits(rank, what)
 
-    def failure(self) -> str:
-        """Name the ranks that have failed so far, and how; ``""`` if none is known to."""
-        return "" if self._exchange is None else self._exchange.failure()
+    def failure(self, seconds: float = 0.0) -> str:
+        """Name the ranks that have failed, and how; ``""`` if none is known to for ``seconds``."""
+        return "" if self._exchange is None else self._exchange.failure(seconds=seconds)
 
     def hanging(self, rank: int, what: str, how: str) -> tuple[int, str]:
         """Return which rank hangs, where this one has waited too long for ``what`` of ``rank``.
