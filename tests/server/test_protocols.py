@@ -35,6 +35,7 @@ QUICK = "<quick>"  # what the template writes if the model should not reason
 SWITCHED = Formats(switch="enable_thinking")
 MARKED = Formats(None, (">", "t"))  # the prompt ends with the first
 SPECS = Path(cli.__file__).parent / "specs"
+HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 WEATHER = {"name": "get_weather", "description": "Weather.", "strict": None}
 SCHEMA = {
     "type": "object",
@@ -221,7 +222,7 @@ def test_no_block_of_messages_is_lost(role: str) -> None:
 
 
 def test_answers_of_a_schema_in_messages(served: Any) -> None:
-    """As ``client.messages.parse`` of Anthropic's client asks for them."""
+    """As ``client.messages.parse`` of the client of that protocol asks for them."""
     body = {**HI, "max_tokens": 200, "output_config": {"format": FORMAT}}
     status, answer = served.ask("POST", "/v1/messages", {"model": MODEL, **body})
     (block,) = answer["content"]
@@ -485,134 +486,3 @@ def test_every_protocol_counts_tokens_of_reasoning(served: Any) -> None:
     assert answer["usage"]["output_tokens_details"] == {
         "thinking_tokens": len(thinking[0].encode())
     }
-
-
-HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-TEXT = {"type": "input_text", "text": "a"}
-AUDIO = {"type": "input_audio", "input_audio": {"data": "eA==", "format": "wav"}}
-
-
-@pytest.mark.parametrize("path", ["responses", "messages"])
-def test_a_stream_of_a_refused_request_does_not_begin(served: Any, path: str) -> None:
-    """Its status is that of the error, as without a stream; a client tries a 503 again."""
-    body = {"input": "Hi"} if path == "responses" else HI
-    long = {"input": "Hi " * 2000} if path == "responses" else {**HI, "system": "Hi " * 2000}
-    for stream in (False, True):
-        status, answer = served.ask(
-            "POST", f"/v1/{path}", {"model": MODEL, **long, "stream": stream}
-        )
-        assert status == 400, answer
-        assert "the prompt has" in answer["error"]["message"]
-        served.llm._accepted, accepted = 10_000, served.llm._accepted
-        try:
-            asked = {"model": MODEL, **body, "stream": stream}
-            assert served.ask("POST", f"/v1/{path}", asked)[0] == 503
-        finally:
-            served.llm._accepted = accepted
-
-
-@pytest.mark.parametrize("path", ["responses", "messages", "chat/completions"])
-def test_salts_keep_pages_apart_in_every_protocol(served: Any, path: str) -> None:
-    """A prompt with another salt finds no page of the cache; one with the same salt does."""
-    text = "a message of more than a page of the cache"
-    body = {"model": MODEL, **HI, "messages": [{"role": "user", "content": text}]}
-    if path == "responses":
-        body = {"model": MODEL, "input": text, "max_output_tokens": 1}
-    found = []
-    for salt in "aba":
-        salted = {**body, "cache_salt": f"{path} {salt}"}
-        usage = served.ask("POST", f"/v1/{path}", salted)[1]["usage"]
-        details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
-        found.append(details["cached_tokens"] if details else usage["cache_read_input_tokens"])
-    assert found[:2] == [0, 0]
-    assert found[2] >= 16
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        ("/v1/responses", {"input": "a", "n": 2}, "n is not supported here"),
-        ("/v1/messages", {**HI, "n": 2}, "n is not supported here"),
-        ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "verbosity should be 'med"),
-        ("/v1/responses", {"input": "a", "text": {"style": "x"}}, "no argument 'style'"),
-        (
-            "/v1/responses",
-            {"input": "a", "reasoning": {"summary": "detailed"}},
-            "summary should be",
-        ),
-        ("/v1/responses", {"input": "a", "reasoning": {"budget": 1}}, "no argument 'budget'"),
-        ("/v1/messages", {**HI, "output_config": {"task_budget": {}}}, "no argument 'task_budget'"),
-        (
-            "/v1/messages",
-            {**HI, "output_config": {"format": {"type": "x"}}},
-            "response_format shou",
-        ),
-        ("/v1/messages", {**HI, "thinking": {"type": "x"}}, "thinking: type should be 'enabled'"),
-        (
-            "/v1/messages",
-            {**HI, "thinking": {"type": "adaptive", "display": "omitted"}},
-            "display should be 'summarized'",
-        ),
-        (
-            "/v1/chat/completions",
-            {**HI, "reasoning": {"summary": "detailed"}},
-            "reasoning is not supported here",
-        ),
-        ("/v1/chat/completions", {**HI, "reasoning": {"effort": "low"}}, "reasoning is not supp"),
-        ("/v1/chat/completions", {**HI, "verbosity": "low"}, "verbosity is not supported here"),
-        ("/v1/messages", {**HI, "return_token_ids": True}, "return_token_ids is not supported"),
-        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "input[0] is not supported"),
-        (
-            "/v1/responses",
-            {
-                "instructions": "a",
-                "input": [{"role": "user", "content": [{"type": "input_image"}]}],
-            },
-            "input[0].content[0] is not supported: only parts of text are, got type 'input_image'",
-        ),
-        (
-            "/v1/responses",
-            {
-                "input": [
-                    {"role": "user", "content": "a"},
-                    {"role": "user", "content": [TEXT, AUDIO]},
-                ]
-            },
-            "input[1].content[1] is not supported: only parts of text are, got type 'input_audio'",
-        ),
-        ("/v1/responses", {"input": [{"type": "input_image"}]}, "input[0] is not supported"),
-        (
-            "/v1/responses",
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": {"a": 1}}]},
-            "input[0].content should be text or a list of parts",
-        ),
-        ("/v1/messages", {**HI, "system": {"a": 1}}, "system.content should be text or a list"),
-        (
-            "/v1/messages",
-            {"system": "a", "messages": [{"role": "x", "content": "a"}], "max_tokens": 1},
-            "messages[0].role should be one of",
-        ),
-        ("/v1/responses", {"input": 3}, "input should be text or a list of items"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id is"),
-        ("/v1/responses", {"input": "a", "tools": [{"type": "mcp"}]}, "a tool of type"),
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1},
-            "messages[0].content[0] is not supported: only text, calls and their results",
-        ),
-        (
-            "/v1/messages",
-            {
-                "messages": [{"role": "user", "content": "a"}],
-                "max_tokens": 1,
-                "tool_choice": {"type": "x"},
-            },
-            "tool_choice.type should be auto, any, tool or none",
-        ),
-    ],
-)
-def test_what_is_refused(served: Any, path: str, body: dict[str, Any], says: str) -> None:
-    """Each is refused by the name of the field."""
-    status, answer = served.ask("POST", path, {"model": MODEL, **body})
-    assert status == 400
-    assert says in answer["error"]["message"]
