@@ -6,7 +6,6 @@ Formulas: ``dequantize_row_*`` in ggml-quants.c of https://github.com/ggml-org/l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from vllm_module.kernels.matmul.code_rows_matmul import multiplied_by_codes
 from vllm_module.kernels.matmul.gguf_codebooks import codebook
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.matmul.linear import linear
+from vllm_module.kernels.once import Once
 from vllm_module.kernels.operators import expect
 
 _CHUNK = 1 << 22  # values dequantized at once: 16 MiB in float32
@@ -117,7 +117,7 @@ def _numbers(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 vars(_numbers)["_dynamo_marked_constant"] = True  # as of a codebook
 
 
-@cache
+@Once
 def _kept(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import zlib
 from base64 import b64decode
-from functools import cache
 from typing import NamedTuple
 
 import torch
+
+from vllm_module.kernels.once import Once
 
 
 class Codebook(NamedTuple):
@@ -34,7 +35,7 @@ def codebook(name: str, device: torch.device) -> torch.Tensor:
 vars(codebook)["_dynamo_marked_constant"] = True
 
 
-@cache
+@Once
 def _unpacked(name: str, device: torch.device) -> torch.Tensor:
     values, width, packed = CODEBOOKS[name]
     with torch.device("cpu"):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from vllm_module.kernels.matmul import code_rows, code_rows_matmul
+from vllm_module.kernels.matmul import code_rows, code_rows_matmul, gguf_blocks, gguf_codebooks
 from vllm_module.kernels.once import Once
 
 
@@ -49,11 +49,13 @@ def test_none_is_a_value() -> None:
         (code_rows._halves, ()),
         (code_rows._order_of, (64, 4, 4, None)),
         (code_rows_matmul._places, (tuple(range(8)),)),
+        (gguf_blocks._kept, ((0.5, 2.0), torch.device("cpu"))),
+        (gguf_codebooks._unpacked, ("IQ1_S", torch.device("cpu"))),
     ],
-    ids=["e2m1", "halves", "order", "places"],
+    ids=["e2m1", "halves", "order", "places", "numbers", "codebook"],
 )
-def test_tensors_whose_addresses_loops_are_told(make: Once, arguments: tuple) -> None:
-    """A thread's own tensor would be freed, and another thread's loops would read its memory."""
+def test_tensors_whose_addresses_are_kept(make: Once, arguments: tuple) -> None:
+    """A thread's own tensor would be freed, and another thread's loop or graph would read it."""
     begin = threading.Barrier(4)
 
     def ask(_: int) -> torch.Tensor:
