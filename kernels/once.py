@@ -15,7 +15,9 @@ class Once(Generic[P, T]):
     """``functools.cache`` for values that others have the address of, or compare by identity.
 
     Of two threads that ask at once, ``functools.cache`` calls the function for both and drops the
-    value of the first. Here that one waits, and both get the same value. Arguments are positional.
+    value of the first. Here the second one waits, and both get the same value.
+
+    Arguments are given by position.
     """
 
     def __init__(self, make: Callable[P, T]) -> None:
@@ -24,8 +26,9 @@ class Once(Generic[P, T]):
         self._made: dict[tuple[Any, ...], T] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, *arguments: P.args, **_: P.kwargs) -> T:
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
         """Return the value for these arguments."""
+        assert not named, "arguments are given by position"
         if arguments not in self._made:
             with self._lock:
                 if arguments not in self._made:

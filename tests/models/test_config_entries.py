@@ -50,7 +50,7 @@ def of_library(cls: Any, entries: dict[str, Any]) -> Any:
     """Return the library's configuration; ``None`` if it refuses."""
     try:
         return cls.from_dict(cls._decode_special_floats(entries))
-    except Exception:  # of any kind
+    except Exception:  # the library has no error of its own for what it refuses
         return None
 
 

@@ -69,7 +69,7 @@ def test_entries_mean_what_transformers_takes(method: str) -> None:
                 read = theirs.from_dict(dict(entries))
             except ImportError:  # a package of the library is missing
                 continue
-            except Exception:  # of any kind: the library takes no null there
+            except Exception:  # no error of its own: the library takes no null there
                 same = given is None
             else:
                 other = getattr(read, name, value)  # what it has not, it does not read

@@ -102,7 +102,8 @@ class WeightChanges:
         """
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         self.check()
-        self._do("check_update", pairs, whole)  # refuses what is no pair of name and tensor
+        # Refuses what is no pair of name and tensor. All values are looked at below.
+        self._do("check_update", pairs, whole, False)
         # What has no dense values is sent as it is, for the stage of that name to refuse.
         described = [
             (name, Region.of(name, each) if _has_region(each) else each) for name, each in pairs

@@ -141,14 +141,20 @@ class WorkerWeights:
             raise
 
     def check_update(
-        self, weights: Mapping[str, Weight] | Collection[tuple[str, Weight]], whole: bool
+        self,
+        weights: Mapping[str, Weight] | Collection[tuple[str, Weight]],
+        whole: bool,
+        values: bool = True,
     ) -> None:
-        """Raise the errors that an update with ``weights`` would raise before writing anything."""
+        """Raise the errors that an update with ``weights`` would raise before writing anything.
+
+        Unless ``values``, no number is looked at.
+        """
         plan = self.model.plan_weights(weights)
         if not whole:
             plan.report.missing.clear()
         plan.report.raise_if_refused(type(self.model).__name__, touched=False)
-        if not self.model.allow_nan:
+        if values and not self.model.allow_nan:
             refuse_nan(plan.fills, stored=not whole)
 
     @paused_gc()
