@@ -119,6 +119,7 @@ def test_options_left_out_are_those_of_the_checkpoint(
     prompt = ("--prompt-ids", ",".join(map(str, IDS[0])), "--dtype", "float32")
     result = run("generate", tmp_path / "model", *prompt, "--top-k", 1)
     said = "sampling: max_tokens 4, temperature 5.0 (generation_config.json)\n"
+    said += "ended at 4 tokens; --max-new-tokens takes another number\n"
     assert result == (0, ",".join(map(str, expected[0][:4])) + "\n", said)
     given = (*prompt, "--temperature", 0, "--top-k", 0, "--max-new-tokens", 5)
     result = run("generate", tmp_path / "model", *given)

@@ -24,7 +24,15 @@ from vllm_module.cli.options import (
     Source,
     UsageError,
 )
-from vllm_module.cli.output import CommandError, console, error_text, plural, print_json, working
+from vllm_module.cli.output import (
+    CommandError,
+    announce,
+    console,
+    error_text,
+    plural,
+    print_json,
+    working,
+)
 from vllm_module.cli.serving import (
     check_text,
     given_params,
@@ -39,6 +47,8 @@ if TYPE_CHECKING:
     from vllm_module.runtime.llm import LLM
     from vllm_module.runtime.outputs import RequestOutput
     from vllm_module.runtime.sampling_params import SamplingParams
+
+_MAX_TOKENS = 64  # without --max-new-tokens and generation_config.json
 
 
 def generate(
@@ -64,7 +74,7 @@ def generate(
             min=1,
             metavar="K",
             help="Most tokens to generate for each prompt; default: "
-            "generation_config.json's, or 64.",
+            f"generation_config.json's, or {_MAX_TOKENS}.",
         ),
     ] = None,
     sampling: SamplingOptions,
@@ -112,11 +122,16 @@ def generate(
                 completion.prompt_ids = llm.tokenizer.encode(completion.prompt or "")
             except ValueError as error:  # half of a character, for example
                 raise CommandError(str(error)) from error
-        params = sampling_params(llm, given, max_tokens=64)
+        params = sampling_params(llm, given, max_tokens=_MAX_TOKENS)
         name = loaded_adapter(llm, adapter)
         start = time.perf_counter()
         _run(llm, completions, params, name, quiet=as_json)
         seconds = time.perf_counter() - start
+        limit = params.max_tokens
+        if "max_tokens" not in given and any(
+            len(each.ids) == limit and not each.stopped for each in completions
+        ):
+            announce(f"ended at {limit} tokens; --max-new-tokens takes another number")
         if as_json:
             print_json(
                 {
