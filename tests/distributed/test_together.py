@@ -138,6 +138,14 @@ def test_a_limit_is_not_waited_for_twice(outcome: Outcome) -> None:
         assert TIMEOUT * 0.9 < note["at"] - outcome.event < TIMEOUT + MARGIN
 
 
+@pytest.mark.parametrize("outcome", ["one_is_stopped_and_work_names_it"], indirect=True)
+def test_a_stopped_rank_does_not_keep_the_errors_of_others(outcome: Outcome) -> None:
+    """Each raises its own error at once: a rank that hangs would not take it."""
+    for note in outcome.survivors([1]).values():
+        assert note["raised"] == "KeyError"
+        assert "rank 1 of 3 hangs: it hangs" in note["message"]
+
+
 @pytest.mark.parametrize("outcome", ["one_dies_one_hangs"], indirect=True)
 def test_all_that_failed_are_named(outcome: Outcome) -> None:
     """Survivors name both the rank that died and the rank that hangs."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from vllm_module.base import waiting
 from vllm_module.distributed import exchange, together
+from vllm_module.distributed.exchange import call_with
 from vllm_module.errors import RankError
 
 wait_until = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["wait_until"]
@@ -161,6 +162,24 @@ def one_hangs_in_a_call_inside(directory: Path, rank: int) -> Any:
         return together(lambda: rank, timeout=TIMEOUT)
 
     return together(work, timeout=PATIENCE, refusals=(Exception,))
+
+
+@scenario(3)
+def one_is_stopped_and_work_names_it(directory: Path, rank: int) -> Any:
+    """The errors of others, who have waited for it in their work, are not kept for it either."""
+
+    def work() -> Any:
+        if rank == 1:
+            stop(directory)
+        await_events(directory)
+        call = call_with(None)
+        assert call is not None
+        for what in range(9):  # more messages than a stopped process takes
+            call.say_waits(1, f"message {what}")
+            wait_until(lambda: not call._fresh, "the others are told")
+        raise KeyError(call.failure([1], "hangs"))
+
+    return together(work, timeout=PATIENCE)
 
 
 @scenario(3)

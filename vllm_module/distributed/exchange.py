@@ -428,6 +428,7 @@ class _Exchange:
         call with this group made this one, that call closes them, once it has told others why.
         """
         with self._changed:
+            failed = {*self._failures}  # they may hang, and need no other rank's reason
             self._closed = True
             self._note(failures, over=over)
             self._changed.notify_all()
@@ -436,7 +437,8 @@ class _Exchange:
         try:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: all(p.leaves or not p.telling for p in peers), seconds
+                    lambda: all(p.leaves or not p.telling or p.rank in failed for p in peers),
+                    seconds,
                 )
         finally:
             here = [peer for peer in peers if not peer.leaves]
