@@ -61,6 +61,7 @@ register_random(_torch_random)
 def pytest_configure(config: pytest.Config) -> None:
     # Poisoning switches deterministic algorithms on; not every operation has one.
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")
+    config.addinivalue_line("markers", "at_length: runs only where AT_LENGTH is set")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers share the cores
         os.environ["OMP_NUM_THREADS"] = "1"  # also with the programs that they start
@@ -69,6 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
 # Collecting imports much and frees little: the garbage collector would look at all of it again and
 # again, for a quarter of the time, and again while tests run.
 gc.disable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes long and rarely finds what the rest does not; ``make laws`` runs it."""
+    if "AT_LENGTH" not in os.environ:
+        left_out = [item for item in items if item.get_closest_marker("at_length")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("at_length")]
 
 
 def pytest_collection_finish() -> None:

@@ -264,7 +264,7 @@ def test_drawn_faults(base: Path, tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.skipif("AT_LENGTH" not in os.environ, reason="a minute; `make laws` runs it")
+@pytest.mark.at_length
 @pytest.mark.parametrize("name", MODELS)
 def test_two_hosts_give_the_tokens_of_one_rank(name: str, base: Path, tmp_path: Path) -> None:
     """Two stages of two ranks, with whole experts on each rank where there are any; no fault."""

@@ -78,6 +78,24 @@ def test_news_agree_in_any_order() -> None:
     assert found == {expected}
 
 
+@pytest.mark.parametrize(
+    ("waits", "named"),
+    [
+        ({}, [0, 2]),
+        ({2: 0}, [0]),
+        ({2: 0, 0: 1}, [0, 2]),  # for one that has answered
+        ({2: 0, 0: 2}, [0, 2]),
+        ({2: 3}, [0, 2]),
+        ({2: -1}, [0, 2]),  # it waits for none any more
+    ],
+)
+def test_who_waits_for_one_that_hangs_is_not_named(waits: dict[int, int], named: list[int]) -> None:
+    """Ranks 0 and 2 of 4 are silent; rank 3 names those that hold up the others."""
+    news = News(3, 4)
+    news.add({}, waits={rank: (1, of, "w") for rank, of in waits.items()})
+    assert news.hanging([0, 2]) == named
+
+
 def test_who_is_silent_follows_from_all_that_was_heard() -> None:
     """Who has neither failed nor answered one of the last two questions that the rank heard."""
     choose = random.Random(2)

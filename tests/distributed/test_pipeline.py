@@ -130,7 +130,7 @@ def in_fours(folder: Path, spread: bool) -> LLM:
     return engine(folder, enable_expert_parallel=spread, **sizes)
 
 
-@pytest.mark.skipif("AT_LENGTH" not in os.environ, reason="10 s; `make laws` runs it")
+@pytest.mark.at_length
 @pytest.mark.parametrize("name", MODELS)
 def test_two_stages_of_two_ranks_give_the_tokens_of_one(name: str, folders: Any) -> None:
     """Each kind of model, with whole experts on each rank where it has experts."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import runpy
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -267,3 +272,72 @@ def test_a_plan_to_other_parts_than_the_ranks_keep_is_refused(tmp_path: Path) ->
         assert tokens(llm) == before
         with pytest.raises(ValueError, match=r"other parts of .*experts.0.*, and again once exper"):
             llm.update_weights(SentBoxes(plan, "127.0.0.1", 1))
+
+
+@contextmanager
+def halting_trainer(
+    folder: Path, directory: Path, sign: int, llm: LLM, named: str = ""
+) -> Iterator[SentBoxes]:
+    """Yield boxes of two processes; the first one halts by a signal, the other one says so."""
+    directory.mkdir()
+    layout_port, port = SUPPORT["free_port"](), SUPPORT["free_port"]()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("box_sender.py")), str(folder),
+             str(rank), str(layout_port), str(port), str(-1 if rank else sign)],
+            cwd=directory, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(TRAINERS)
+    ]  # fmt: skip
+    try:
+        SUPPORT["wait_until"]((directory / "layout").exists, "the trainer has a layout")
+        layout = pickle.loads((directory / "layout").read_bytes())
+        plan = TransferPlan(layout, llm.layout())
+        (directory / "part").write_bytes(pickle.dumps(plan))
+        (directory / "part").rename(directory / "plan")
+        yield SentBoxes(plan, "127.0.0.1", port, bucket_bytes=8192, timeout=30)
+    finally:
+        for rank in ranks:
+            if rank is ranks[0] and sign >= 0:
+                rank.kill()
+        said = [rank.communicate()[1] for rank in ranks]
+    assert named in said[1]
+    assert ranks[1].returncode == bool(named)
+
+
+@pytest.mark.at_length
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_process_that_halts_in_the_middle_is_named(tmp_path: Path, sign: int) -> None:
+    """By the engine and by the other process, within the timeout; the next round works."""
+    first, second, named = tmp_path / "one", tmp_path / "two", "rank 0 of 4 "
+    with both(tmp_path, "two ranks") as (llm, trainer):
+        with (
+            halting_trainer(trainer.folder, first, sign, llm, named) as boxes,
+            pytest.raises(WeightReadError) as raised,
+        ):
+            llm.update_weights(boxes)
+        assert [rank for rank in range(4) if f"rank {rank} of 4 " in str(raised.value)] == [0]
+        with pytest.raises(ModelNotReadyError, match=named):
+            tokens(llm)
+        with halting_trainer(trainer.folder, second, -1, llm) as boxes:
+            llm.update_weights(boxes)
+        assert tokens(llm) == expected_tokens(model_of("llama", 1))
+
+
+@pytest.mark.at_length
+@pytest.mark.parametrize("case", ["one rank", "two ranks"])
+def test_an_interrupt_ends_a_wait_for_boxes(tmp_path: Path, case: str) -> None:
+    """It is raised at once, the trainer is told, and what is a mixture is not served."""
+    directory, named = tmp_path / "round", "failed: KeyboardInterrupt"
+    with both(tmp_path, case) as (llm, trainer):
+        with halting_trainer(trainer.folder, directory, 0, llm, named) as boxes:
+
+            def interrupt() -> None:
+                SUPPORT["wait_until"]((directory / "halts").exists, "the trainer halts")
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt, daemon=True).start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.update_weights(boxes)
+        with pytest.raises((ModelNotReadyError, RuntimeError), match="KeyboardInterrupt"):
+            tokens(llm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 ENDED = "ended, or left: its connection is closed"
@@ -98,6 +98,11 @@ class News:
             seen.add(rank)
             _, rank, what = told
         return rank, what
+
+    def hanging(self, silent: Sequence[int]) -> list[int]:
+        """Return the silent ranks, without those that told that they wait for another of them."""
+        ends = {rank: self.awaited(rank, "")[0] for rank in silent}
+        return [rank for rank, end in ends.items() if end == rank or end not in silent]
 
     def beyond(self) -> set[int]:
         """Return the ranks that are next to this one, but for those that failed in between.
