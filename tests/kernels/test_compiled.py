@@ -49,7 +49,7 @@ def test_gpus_of_less_shared_memory_than_hopper_take_other_tiles() -> None:
     assert [one for one in results if one["shared"] > SHARED_MEMORY[120]] == []
 
 
-@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.at_length)])
 def test_kernels_compile_within_the_limits_of_the_gpu(capability: int) -> None:
     """Shared memory fits, no register spills, and products use the GPU's matrix instructions.
 
