@@ -17,7 +17,7 @@ TOGETHER: Any = runpy.run_path(str(SCRIPT))
 SUPPORT = TOGETHER["SUPPORT"]
 RANKS, HEAD = TOGETHER["RANKS"], TOGETHER["HEAD"]
 CASES = [*map(str, TOGETHER["cases"]())]
-FRAMES = 8 * 64  # bytes that gloo adds to a head and a message: 192, or 432 if each waits for the other
+FRAMES = 8 * 64  # bytes that gloo adds to a head and a message: 192, 432 if both ranks wait
 MORE = 1 << 20  # bytes of memory that Python and gloo take beside tensors
 
 
