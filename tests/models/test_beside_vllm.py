@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import AutoModelForSequenceClassification as Classifier
 
@@ -38,6 +38,7 @@ Tensors = dict[str, torch.Tensor]
 _tiny = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
 CONFIGS: dict[str, dict[str, Any]] = _tiny["CONFIGS"]
 config_of: Callable[..., dict[str, Any]] = _tiny["config_of"]
+_quantized = runpy.run_path(str(Path(__file__).with_name("random_quantized.py")))
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Case:
     expert_sizes: tuple[int, ...] = ()  # the same, with whole experts on each rank
     entries: dict[str, Any] = field(default_factory=dict)  # what transformers' config.json lacks
     kind: Any = AutoModelForCausalLM
+    layout: str = ""  # of quantized linear layers, in random_quantized.py
 
 
 ODD = {  # of 6 ranks, the last has only padding, and each KV head is on two
@@ -75,6 +77,15 @@ ODD_SPARSE: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 2, "head_dim": 16},
     "qwen2_moe": ODD_EXPERTS | {"shared_expert_intermediate_size": 30, "head_dim": 16},
     "qwen3_moe": ODD_EXPERTS,
+}
+# Four ranks have whole groups of 32 features, and copies of KV heads.
+QUANTIZED = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+# vLLM runs no experts of INT4 without AMX, and has one input scale for two projections.
+QUANTIZED_EXPERTS = ("gptq", "awq", "fp8-block", "fp8-channel", "int8-channel")
+QUANTIZED_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "phi3": {"pad_token_id": None},  # stores qkv_proj and gate_up_proj
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }
 BERT = {
     "vocab_size": 130,
@@ -118,6 +129,12 @@ CASES = {
         for kind, entries in ODD_SPARSE.items()
     },
     "mamba2-one-group": Case(CONFIGS["mamba2"] | {"n_groups": 1, "use_bias": True}),
+    **{
+        f"{kind}-{layout}": Case(config_of(kind, **QUANTIZED | entries), layout=layout)
+        for kind, entries in QUANTIZED_KINDS.items()
+        for layout in _quantized["CONFIGS"]
+        if kind != "qwen3_moe" or layout in QUANTIZED_EXPERTS
+    },
     "bert": Case({"model_type": "bert", **BERT}, kind=AutoModel),
     "roberta": Case({"model_type": "roberta", **BERT}, kind=AutoModel),
     "bert-classifier": Case({"model_type": "bert", **BERT}, kind=Classifier),
@@ -157,8 +174,16 @@ def write(folder: Path, case: Case) -> None:
         if tensor.is_floating_point() and "inv_freq" not in name:
             tensor.normal_(generator=generator)
     model.save_pretrained(folder)
+    entries = dict(case.entries)
+    if case.layout:
+        entries["quantization_config"] = _quantized["CONFIGS"][case.layout]
+        stored = load_file(folder / "model.safetensors")
+        for name in [name for name in stored if name.endswith("_proj.weight")]:
+            tensors = _quantized["quantized"](case.layout, stored.pop(name).shape, generator)
+            stored |= {name.removesuffix("weight") + each: tensors[each] for each in tensors}
+        save_file(stored, folder / "model.safetensors")
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | case.entries))
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +222,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # In these tables, a regular expression matches the case, a space and our parameter's name.
 # What vLLM calls it:
 NAMES = {
-    r"(.*\.experts)\.(w13|w2)\.(weight|bias)": r"\1.routed_experts.\2_\3",
+    r"(.*\.experts)\.(w13|w2)\.(\w+)": r"\1.routed_experts.\2_\3",
     r"(deepseek.*)\.qkv_a_proj\.": r"\1.fused_qkv_a_proj.",
     r"(mamba2\S* .*)\.A_log": r"\1.A",
     r"(gpt-oss .*)\.self_attn\.": r"\1.attn.",
@@ -210,7 +235,10 @@ NAMES = {
 ABSENT = (
     r"deepseek-v2-groups .*\.(qkv_a|o)_proj\.bias",
     r"qwen3-odd .*\.o_proj\.bias",
+    r"\S*-gptq .*\.g_idx",
 )
+# What vLLM has for a quantized KV cache and for experts of GPTQ, and no checkpoint here fills:
+UNFILLED = r".*\.attn\.[a-z]+_(scale|zero_point)|.*\.routed_experts\.w(13|2)_(bias|g_idx\w*)"
 
 
 def cut(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
@@ -223,6 +251,16 @@ def rounded(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> A
     """Round both, because one of them is kept in float32."""
     assert ours.dtype != theirs.dtype
     return ours.bfloat16(), theirs.bfloat16()
+
+
+def transposed(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Transpose what vLLM leaves as it is stored, inputs first."""
+    return ours, theirs.mT
+
+
+def last(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Take the last slot, which vLLM has written over those before."""
+    return ours[-len(theirs) :], theirs
 
 
 def exponents(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
@@ -259,6 +297,10 @@ VIEWS = {
     r"gpt-oss .*\.w13\.": interleaved,
     r"gpt-oss .*\.w2\.bias": added_once,
     r"qwen3-next .*\.in_proj_(qkvz|ba)\.weight": grouped,
+    r"\S*-(gptq|awq)\S* .*\.(qweight|qzeros|scales)": transposed,
+    r"\S*-(gptq|awq)\S* .*\.scales": rounded,
+    r"\S*-int4\S* .*\.weight_scale": rounded,
+    r"\S*-int4\S* .*\.weight_shape": last,
 }
 # What vLLM loads wrong, in messages of the test. Transformers' forward pass says which is right.
 WRONG = {
@@ -294,7 +336,9 @@ def differences(layout: Layout, model: vLLMModule, theirs: Tensors, rank: int) -
             yield f"{name}: {ours.dtype} {[*ours.shape]}, not {expected.dtype} {[*expected.shape]}"
         elif not same_bits(ours, expected):
             yield f"{name} has other values"
-    yield from (f"{name} is only in vLLM's" for name in theirs)
+    for name in theirs:
+        if not re.fullmatch(UNFILLED, name):
+            yield f"{name} is only in vLLM's"
 
 
 def load(folder: Path, layout: Layout, rank: int) -> vLLMModule:

@@ -19,9 +19,16 @@ from safetensors.torch import load_file, save_file
 from vllm.config import DeviceConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.config import set_current_vllm_config as configured
 from vllm.distributed import parallel_state
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+# Nothing is computed, so it does not matter which instructions the processor has.
+for check in ("is_supported", "can_implement"):
+    setattr(CPUFp8BlockScaledMMKernel, check, classmethod(lambda *_: (True, None)))
+for experts in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsInt4, cpu_moe.CPUExpertsInt8):
+    setattr(experts, "_supports_current_device", staticmethod(lambda: True))
 # A process for each class, 10 s each, is to keep CUDA out of this one. Here is none.
 registry._run_in_subprocess = lambda inspect: inspect()
 
