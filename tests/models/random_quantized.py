@@ -32,7 +32,7 @@ def numbers(bits: int, kind: str, strategy: str, **entries: Any) -> dict[str, An
     return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, **entries}
 
 
-TOKENS = {"strategy": "token", "dynamic": True}
+TOKENS: dict[str, Any] = {"strategy": "token", "dynamic": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gptq": {
         "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False,

@@ -77,6 +77,26 @@ ODD_SPARSE: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 2, "head_dim": 16},
     "qwen2_moe": ODD_EXPERTS | {"shared_expert_intermediate_size": 30, "head_dim": 16},
     "qwen3_moe": ODD_EXPERTS,
+    "qwen3_next": ODD_EXPERTS
+    | {
+        "shared_expert_intermediate_size": 30,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
+    "deepseek_v2": _tiny["LATENT"]
+    | {
+        "num_key_value_heads": 6,
+        "head_dim": 8,
+        "q_lora_rank": 20,
+        "n_shared_experts": 1,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 18,
+        "first_k_dense_replace": 1,
+    },
 }
 # Four ranks have whole groups of 32 features, and copies of KV heads.
 QUANTIZED = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
@@ -97,7 +117,7 @@ BERT = {
 }
 TIED = {"tie_word_embeddings": True}
 DENSE = (
-    "deepseek-v3-halves", "gemma2", "gemma3", "glm4", "gpt2", "granite",
+    "cohere-biases-untied", "deepseek-v3-halves", "gemma2", "gemma3", "glm4", "gpt2", "granite",
     "granite-tied-biases-one-kv-head", "llama", "llama-tied-biases",
     "llama-llama3-tied-biases-one-kv-head", "mamba2", "mistral", "olmo2",
     "olmo2-biases-one-kv-head", "phi3", "phi3-longrope", "qwen2", "qwen2-window-and-bias-unused",
@@ -128,6 +148,12 @@ CASES = {
         f"{kind}-odd": Case(config_of(kind, **ODD | entries), (3, 6), (3, 6))
         for kind, entries in ODD_SPARSE.items()
     },
+    "gpt2-odd": Case(CONFIGS["gpt2"] | {"n_embd": 48, "n_head": 6, "n_positions": 192}, (3, 6)),
+    "mamba2-odd": Case(
+        CONFIGS["mamba2"]
+        | {"hidden_size": 48, "num_heads": 12, "head_dim": 8, "n_groups": 6, "state_size": 5},
+        (2, 3, 6),
+    ),
     "mamba2-one-group": Case(CONFIGS["mamba2"] | {"n_groups": 1, "use_bias": True}),
     **{
         f"{kind}-{layout}": Case(config_of(kind, **QUANTIZED | entries), layout=layout)
@@ -233,6 +259,7 @@ NAMES = {
 }
 # What vLLM leaves out of the checkpoint, and transformers adds:
 ABSENT = (
+    r"cohere-biases-untied .*_proj\.bias|cohere-biases-untied lm_head\.weight",
     r"deepseek-v2-groups .*\.(qkv_a|o)_proj\.bias",
     r"qwen3-odd .*\.o_proj\.bias",
     r"\S*-gptq .*\.g_idx",
@@ -288,15 +315,15 @@ def added_once(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -
 # What is done to both before they are compared:
 VIEWS = {
     r"(olmo2|olmoe)\S* .*\.[qk]_norm\.weight": cut,
-    r"gpt2 .*\.wpe\.weight": cut,
+    r"gpt2\S* .*\.wpe\.weight": cut,
     r"deepseek\S* .*\.mlp\.gate\.weight": rounded,  # ours routes in float32, as transformers does
     r"mamba2\S* .*\.mixer\.(D|dt_bias)": rounded,
-    r"qwen3-next .*\.dt_bias": rounded,
+    r"qwen3.next\S* .*\.dt_bias": rounded,
     r"\S*-classifier (classifier|pooler)\.": rounded,  # vLLM's heads are float32
     r"mamba2\S* .*\.A_log": exponents,
     r"gpt-oss .*\.w13\.": interleaved,
     r"gpt-oss .*\.w2\.bias": added_once,
-    r"qwen3-next .*\.in_proj_(qkvz|ba)\.weight": grouped,
+    r"qwen3.next\S* .*\.in_proj_(qkvz|ba)\.weight": grouped,
     r"\S*-(gptq|awq)\S* .*\.(qweight|qzeros|scales)": transposed,
     r"\S*-(gptq|awq)\S* .*\.scales": rounded,
     r"\S*-int4\S* .*\.weight_scale": rounded,

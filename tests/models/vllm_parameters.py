@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 for check in ("is_supported", "can_implement"):
     setattr(CPUFp8BlockScaledMMKernel, check, classmethod(lambda *_: (True, None)))
 for experts in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsInt4, cpu_moe.CPUExpertsInt8):
-    setattr(experts, "_supports_current_device", staticmethod(lambda: True))
+    experts._supports_current_device = staticmethod(lambda: True)
 # A process for each class, 10 s each, is to keep CUDA out of this one. Here is none.
 registry._run_in_subprocess = lambda inspect: inspect()
 
