@@ -1,6 +1,7 @@
 """Random tensors of linear layers in published layouts, with the entries that config.json has.
 
-The layouts are those of the publishers: AutoGPTQ, AutoAWQ, compressed-tensors, and vLLM's FP8.
+The layouts are those of the publishers: AutoGPTQ, AutoAWQ, compressed-tensors, vLLM's FP8 and
+gpt-oss.
 Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
 """
 
@@ -60,11 +61,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int4-group-zeros": compressed_tensors(
         "pack-quantized", numbers(4, "int", "group", group_size=GROUP) | {"symmetric": False}
     ),
+    "int4-channel": compressed_tensors("pack-quantized", numbers(4, "int", "channel")),
+    "mxfp4": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+        ],
+    },
 }  # fmt: skip
 
 
 def quantized(layout: str, shape: torch.Size, generator: torch.Generator) -> Tensors:
-    """Return random tensors for a linear layer ``[output, input]``, by their names in a layer."""
+    """Return random tensors by their names in a layer, whose weight has the shape ``shape``.
+
+    It is ``[output, input]``, and of experts in MXFP4 ``[experts, input, output]``.
+    """
+    if layout == "mxfp4":
+        blocks = (shape[0], shape[2], shape[1] // 32)
+        drawn = torch.randint(256, (*blocks, 16), generator=generator)
+        scales = torch.randint(100, 140, blocks, generator=generator)
+        return {"_blocks": drawn.to(torch.uint8), "_scales": scales.to(torch.uint8)}
     rows, columns = shape
     groups = columns // GROUP
 
@@ -72,7 +88,7 @@ def quantized(layout: str, shape: torch.Size, generator: torch.Generator) -> Ten
         drawn = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator)
         return drawn.int()
 
-    def scales(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def factors(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (torch.rand(shape, generator=generator) + 0.5).to(dtype)
 
     half = torch.float16
@@ -81,30 +97,30 @@ def quantized(layout: str, shape: torch.Size, generator: torch.Generator) -> Ten
         return {
             "qweight": words(columns // 8, rows),
             "qzeros": torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32),  # symmetric
-            "scales": scales(groups, rows, dtype=half),
+            "scales": factors(groups, rows, dtype=half),
             "g_idx": torch.arange(columns, dtype=torch.int32) // GROUP,
         }
     if layout == "awq":
         return {
             "qweight": words(columns, rows // 8),
             "qzeros": words(groups, rows // 8),
-            "scales": scales(groups, rows, dtype=half),
+            "scales": factors(groups, rows, dtype=half),
         }
     if layout.startswith("int4"):
         zeros = {"weight_zero_point": words(rows // 8, groups)} if "zeros" in layout else {}
         return {
             "weight_packed": words(rows, columns // 8),
-            "weight_scale": scales(rows, groups, dtype=half),
+            "weight_scale": factors(rows, 1 if "channel" in layout else groups, dtype=half),
             "weight_shape": torch.tensor([rows, columns]),
             **zeros,
         }
     if layout == "int8-channel":
-        return {"weight": (weight * 40).to(torch.int8), "weight_scale": scales(rows, 1)}
+        return {"weight": (weight * 40).to(torch.int8), "weight_scale": factors(rows, 1)}
     weight = weight.to(torch.float8_e4m3fn)
     if layout == "fp8-block":
-        blocks = [-(-features // BLOCK) for features in shape]
-        return {"weight": weight, "weight_scale_inv": scales(*blocks)}
+        counts = [-(-features // BLOCK) for features in shape]
+        return {"weight": weight, "weight_scale_inv": factors(*counts)}
     if layout == "fp8-channel":
-        return {"weight": weight, "weight_scale": scales(rows, 1)}
+        return {"weight": weight, "weight_scale": factors(rows, 1)}
     assert layout == "fp8-static"
-    return {"weight": weight, "weight_scale": scales(), "input_scale": scales()}
+    return {"weight": weight, "weight_scale": factors(), "input_scale": factors()}

@@ -100,6 +100,7 @@ ODD_SPARSE: dict[str, dict[str, Any]] = {
 }
 # Four ranks have whole groups of 32 features, and copies of KV heads.
 QUANTIZED = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+QUANTIZED_LINEAR = [layout for layout in _quantized["CONFIGS"] if layout != "mxfp4"]
 # vLLM runs no experts of INT4 without AMX, and has one input scale for two projections.
 QUANTIZED_EXPERTS = ("gptq", "awq", "fp8-block", "fp8-channel", "int8-channel")
 QUANTIZED_KINDS: dict[str, dict[str, Any]] = {
@@ -115,6 +116,7 @@ BERT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 26,
 }
+GPT_OSS = {"num_local_experts": 8, "num_key_value_heads": 4}
 TIED = {"tie_word_embeddings": True}
 DENSE = (
     "cohere-biases-untied", "deepseek-v3-halves", "gemma2", "gemma3", "glm4", "gpt2", "granite",
@@ -134,12 +136,10 @@ CASES = {
     "deepseek-v3": Case(
         CONFIGS["deepseek-v3"], (1, 2, 4), (2, 4), entries={"topk_method": "noaux_tc"}
     ),
-    "gpt-oss": Case(
-        # vLLM refuses more ranks than KV heads, and rounds each rank's features up to 32.
-        CONFIGS["gpt-oss"]
-        | {"num_local_experts": 8, "intermediate_size": 128, "num_key_value_heads": 4},
-        expert_sizes=(2, 4),
-    ),
+    # vLLM refuses more ranks than KV heads, and only in MXFP4 cuts between blocks of 32 features.
+    "gpt-oss": Case(CONFIGS["gpt-oss"] | GPT_OSS | {"intermediate_size": 128}, expert_sizes=(2, 4)),
+    "gpt-oss-mxfp4": Case(CONFIGS["gpt-oss"] | GPT_OSS, expert_sizes=(2, 4), layout="mxfp4"),
+    "qwen2-many-heads": Case(config_of("qwen2", num_attention_heads=8), (8,)),
     **{
         f"{kind}-odd": Case(config_of(kind, **ODD | entries), (3, 6))
         for kind, entries in ODD_DENSE.items()
@@ -158,8 +158,7 @@ CASES = {
     **{
         f"{kind}-{layout}": Case(config_of(kind, **QUANTIZED | entries), layout=layout)
         for kind, entries in QUANTIZED_KINDS.items()
-        for layout in _quantized["CONFIGS"]
-        if kind != "qwen3_moe" or layout in QUANTIZED_EXPERTS
+        for layout in (QUANTIZED_EXPERTS if kind == "qwen3_moe" else QUANTIZED_LINEAR)
     },
     "bert": Case({"model_type": "bert", **BERT}, kind=AutoModel),
     "roberta": Case({"model_type": "roberta", **BERT}, kind=AutoModel),
@@ -204,7 +203,8 @@ def write(folder: Path, case: Case) -> None:
     if case.layout:
         entries["quantization_config"] = _quantized["CONFIGS"][case.layout]
         stored = load_file(folder / "model.safetensors")
-        for name in [name for name in stored if name.endswith("_proj.weight")]:
+        names = r".*\.experts\.\w+_proj" if case.layout == "mxfp4" else r".*_proj\.weight"
+        for name in [name for name in stored if re.fullmatch(names, name)]:
             tensors = _quantized["quantized"](case.layout, stored.pop(name).shape, generator)
             stored |= {name.removesuffix("weight") + each: tensors[each] for each in tensors}
         save_file(stored, folder / "model.safetensors")
@@ -251,8 +251,10 @@ NAMES = {
     r"(.*\.experts)\.(w13|w2)\.(\w+)": r"\1.routed_experts.\2_\3",
     r"(deepseek.*)\.qkv_a_proj\.": r"\1.fused_qkv_a_proj.",
     r"(mamba2\S* .*)\.A_log": r"\1.A",
-    r"(gpt-oss .*)\.self_attn\.": r"\1.attn.",
-    r"gpt-oss (.*)embed_tokens": r"gpt-oss \1embedding",
+    r"(gpt-oss\S* .*)\.self_attn\.": r"\1.attn.",
+    r"(gpt-oss\S* .*)embed_tokens": r"\1embedding",
+    r"(gpt-oss\S* .*)_weight_blocks": r"\1_weight",
+    r"(gpt-oss\S* .*)_weight_scales": r"\1_weight_scale",
     r"(bert|roberta) ": r"\1 model.",
     r"bert-classifier (?!classifier)": "bert-classifier bert.",
     r"(\S*)roberta-classifier (?!classifier)": r"\1roberta-classifier roberta.",
@@ -300,6 +302,16 @@ def interleaved(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) 
     return ours, torch.cat([theirs[:, ::2], theirs[:, 1::2]], dim=1)
 
 
+def in_blocks(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Divide the bytes of a row into the blocks that are stored."""
+    return ours, theirs.view(ours.shape)
+
+
+def padded(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
+    """Put back the zeros of new parameters, where vllm_parameters.py has written NaN."""
+    return ours, theirs.nan_to_num()
+
+
 def grouped(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:
     """Join each slot's rows of all key heads, which vLLM leaves beside each other, as stored."""
     sizes = [8, 8, 24, 24] if len(theirs) >= 64 else [2, 2]  # q, k, v, z or b, a of a key head
@@ -321,8 +333,10 @@ VIEWS = {
     r"qwen3.next\S* .*\.dt_bias": rounded,
     r"\S*-classifier (classifier|pooler)\.": rounded,  # vLLM's heads are float32
     r"mamba2\S* .*\.A_log": exponents,
-    r"gpt-oss .*\.w13\.": interleaved,
-    r"gpt-oss .*\.w2\.bias": added_once,
+    r"gpt-oss\S* .*\.w13\.": interleaved,
+    r"gpt-oss\S* .*\.weight_blocks": in_blocks,
+    r"gpt-oss-mxfp4 .*\.w13\.bias": padded,
+    r"gpt-oss\S* .*\.w2\.bias": added_once,
     r"qwen3.next\S* .*\.in_proj_(qkvz|ba)\.weight": grouped,
     r"\S*-(gptq|awq)\S* .*\.(qweight|qzeros|scales)": transposed,
     r"\S*-(gptq|awq)\S* .*\.scales": rounded,

@@ -27,7 +27,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 # Nothing is computed, so it does not matter which instructions the processor has.
 for check in ("is_supported", "can_implement"):
     setattr(CPUFp8BlockScaledMMKernel, check, classmethod(lambda *_: (True, None)))
-for experts in (cpu_moe.CPUExpertsFp8, cpu_moe.CPUExpertsInt4, cpu_moe.CPUExpertsInt8):
+for kind in ("Fp8", "Int4", "Int8", "Mxfp4"):
+    experts = getattr(cpu_moe, f"CPUExperts{kind}")
     experts._supports_current_device = staticmethod(lambda: True)
 # A process for each class, 10 s each, is to keep CUDA out of this one. Here is none.
 registry._run_in_subprocess = lambda inspect: inspect()
