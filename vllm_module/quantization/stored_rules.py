@@ -366,6 +366,8 @@ class AutoRoundConfig(_OfAutoRound):
     layouts: ClassVar[dict[str, PackedFormat]] = {
         "auto_round:auto_gptq": GPTQ,
         "auto_round:gptq": GPTQ,
+        "auto_round:gptqmodel": GPTQ_V2,
+        "auto_round": GPTQ_V2,  # its own, of most weights with zeros
         "auto_round:auto_awq": AWQ,
         "auto_round:awq": AWQ,
     }
