@@ -141,6 +141,7 @@ class ModelOptConfig(StoredConfig):
     algorithms: ClassVar[dict[str, Scheme | QuantizeMethod]] = {
         "FP8": Scheme("tensor", activations="static"),
         "NVFP4": NVFP4Method(MODELOPT, static_inputs=True),
+        "W4A16_NVFP4": NVFP4Method(MODELOPT, static_inputs=False),
         "MXFP8": MXFP8,
     }
 
