@@ -21,7 +21,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -36,6 +43,13 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "attention_bias": True,
     "tie_word_embeddings": False,
+}
+# What a model of experts has beside these sizes.
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "attention_bias": False,
 }
 _GPTQ: dict[str, Any] = {"bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 _AWQ: dict[str, Any] = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
@@ -58,6 +72,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             r"+:.*\.down_proj": {"bits": 8, "group_size": 64, "sym": True},
         }},
         "gptq-head": _GPTQ | {"lm_head": True},
+        "gptq-experts": _GPTQ,
         "awq": {"bits": 4, "group_size": 32, "method": "awq", "format": "gemm"},
     },
     "awq": {
@@ -77,6 +92,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "auto-round-for-gptqmodel": _INT4 | {"format": "auto_round:gptqmodel", "sym": False},
         "auto-round-as-gptq-with-zeros": _INT4 | {"format": "auto_round:auto_gptq", "sym": False},
         "auto-round-head": _INT4 | {"layer_config": {"lm_head": {"bits": 4}}},
+        "auto-round-experts": _INT4,
         "as-gptq": _INT4 | {"format": "auto_gptq", "sym": False},
         "as-awq": _INT4 | {"format": "auto_awq", "sym": False},
     },
@@ -87,18 +103,27 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "nvfp4-cache": {"config": "NVFP4_DEFAULT_CFG", "cache": "FP8_KV_CFG"},
         "nvfp4-weights": {"config": "W4A16_NVFP4_CFG"},
         "nvfp4-mlp": {"config": "NVFP4_MLP_ONLY_CFG"},
+        "fp8-experts": {"config": "FP8_DEFAULT_CFG"},
+        "nvfp4-experts": {"config": "NVFP4_DEFAULT_CFG"},
         "mxfp8": {"config": "MXFP8_DEFAULT_CFG"},
     },
 }  # fmt: skip
 
 
-def dense(folder: Path) -> None:
+def model_of(case: str) -> Any:
+    """Return the model that is quantized in a case, with weights that nobody has set."""
+    if case.endswith("-experts"):
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS))
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def dense(folder: Path, case: str) -> None:
     """Save a model of random weights in full precision, and a tokenizer.
 
     Some groups have no negative numbers, no positive ones, or zeros only.
     """
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
+    model = model_of(case).bfloat16()
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
         if name.endswith("_proj.weight"):
@@ -208,7 +233,7 @@ def by_modelopt(source: Path, folder: Path, settings: dict[str, Any]) -> Tensors
     from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
     from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
 
-    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     config = copy.deepcopy(getattr(mtq, settings["config"]))
     if "cache" in settings:
         cache = getattr(mtq, settings["cache"])["quant_cfg"]
@@ -249,13 +274,15 @@ NAMES = {"awq": "autoawq", "auto_round": "auto-round", "modelopt": "nvidia-model
 
 def main(library: str, folder: Path, *only: str) -> None:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it fails on two cores otherwise
-    dense(folder / "dense")
+    dense(folder / "dense", "")
+    dense(folder / "dense-experts", "dense-experts")
     for case, settings in CASES[library].items():
         if only and case not in only:
             continue
+        source = folder / ("dense-experts" if case.endswith("-experts") else "dense")
         made = folder / case
         made.mkdir()
-        wide = WRITERS[library](folder / "dense", made, settings)
+        wide = WRITERS[library](source, made, settings)
         save_file({n: t.detach().contiguous().clone() for n, t in wide.items()},
                   folder / f"{case}.safetensors")  # fmt: skip
     versions = {each: version(NAMES.get(each, each)) for each in (library, "torch", "transformers")}

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_module import ModelConfig, get_model
 from vllm_module.distributed import run_ranks
@@ -37,7 +36,12 @@ PYTHONS = [each for each in os.environ.get("QUANTIZERS_PYTHON", "").split(os.pat
 pytestmark = pytest.mark.skipif(not PYTHONS, reason="QUANTIZERS_PYTHON names no interpreter")
 CASES = [(library, case) for library, cases in quantizers.CASES.items() for case in cases]
 ALL = pytest.mark.parametrize(("library", "case"), CASES, ids=[case for _, case in CASES])
-SLOTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+SLOTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("gate_proj", "up_proj"),
+    "w2": ("down_proj",),
+}
 IDS = torch.arange(2, 26)
 
 
@@ -93,25 +97,36 @@ def loaded(folder: Path) -> Any:
     return get_model(model_config=ModelConfig(model=str(folder), dtype="float32"))
 
 
-def names_of(path: str) -> list[str]:
-    """Return what checkpoints call the parts of a layer."""
+def names_of(path: str) -> list[list[str]]:
+    """Return what checkpoints call the slots of a layer, or those of each expert."""
     parent, _, name = path.rpartition(".")
-    return [f"{parent}.{slot}" for slot in SLOTS[name]] if name in SLOTS else [path]
+    slots = SLOTS.get(name, (name,))
+    if name not in ("w13", "w2"):
+        return [[f"{parent}.{slot}".lstrip(".") for slot in slots]]
+    count = quantizers.EXPERTS["num_experts"]
+    return [[f"{parent}.{expert}.{slot}" for slot in slots] for expert in range(count)]
 
 
 def part_of(wide: Tensors, path: str, rank: int, size: int) -> torch.Tensor:
     """Return a rank's part of the weight of a layer."""
-    weights = [wide[f"{name}.weight"] for name in names_of(path)]
-    cut_by_inputs = path.endswith(("o_proj", "down_proj"))
-    return torch.cat([weight.chunk(size, int(cut_by_inputs))[rank] for weight in weights])
+    dim = int(path.endswith(("o_proj", "down_proj", "w2")))  # these are cut by their inputs
+    parts = [
+        torch.cat([wide[f"{slot}.weight"].chunk(size, dim)[rank] for slot in slots])
+        for slots in names_of(path)
+    ]
+    return torch.stack(parts) if path.endswith(("w13", "w2")) else parts[0]
 
 
 @torch.no_grad()
 def logits_of(made: Written) -> torch.Tensor:
     """Return transformers' logits in float32, with the weights that the library reads."""
-    model = LlamaForCausalLM(LlamaConfig(**quantizers.SIZES))
-    wide, names = made.stored | made.read, dict(model.named_parameters())
-    model.load_state_dict({name: wide[name].float() for name in names})
+    model = quantizers.model_of(made.folder.name)
+    wide = made.stored | made.read
+    for name, parameter in model.named_parameters():
+        for stacked, path in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+            if name.endswith(f".experts.{stacked}"):
+                wide[name] = part_of(wide, name.removesuffix(stacked) + path, 0, 1)
+        parameter.copy_(wide[name])
     return model.eval()(IDS[None]).logits[0]
 
 
@@ -141,7 +156,7 @@ def test_weights_and_logits_are_the_librarys(
             part = part_of(made.read, path, rank, size)
             wide = layer.quant_method.full_precision(layer, torch.float32)
             torch.testing.assert_close(wide.to(part.dtype), part, rtol=0, atol=0, msg=path)
-            quantized |= {f"{name}.weight" for name in names_of(path)}
+            quantized |= {f"{slot}.weight" for slots in names_of(path) for slot in slots}
         with torch.inference_mode():
             return quantized, model.compute_logits(model(IDS, torch.arange(len(IDS))))
 
@@ -160,6 +175,8 @@ def damages(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Tensors]]:
         yield "cut", {name: tensor[:-1].contiguous()}
     if tensor.ndim == 2 and tensor.shape[0] != tensor.shape[1]:
         yield "transposed", {name: tensor.T.contiguous()}
+    if name.endswith(".g_idx"):
+        yield "of groups that are not there", {name: tensor + 1}
     if tensor.is_floating_point():
         wrong = tensor.float().clone()
         wrong.view(-1)[0] = torch.nan
