@@ -93,6 +93,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "auto-round-as-gptq-with-zeros": _INT4 | {"format": "auto_round:auto_gptq", "sym": False},
         "auto-round-head": _INT4 | {"layer_config": {"lm_head": {"bits": 4}}},
         "auto-round-experts": _INT4,
+        "as-int8": {"format": "llm_compressor", "scheme": "INT8_W8A8"},
+        "as-int4": _INT4 | {"format": "llm_compressor", "sym": False},
         "as-gptq": _INT4 | {"format": "auto_gptq", "sym": False},
         "as-awq": _INT4 | {"format": "auto_awq", "sym": False},
     },
@@ -194,10 +196,10 @@ def by_auto_round(source: Path, folder: Path, settings: dict[str, Any]) -> Tenso
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
 
-    settings = copy.deepcopy(settings)
+    settings = {"scheme": "W4A16"} | copy.deepcopy(settings)
     form = settings.pop("format")
     rounding = AutoRound(
-        str(source), scheme="W4A16", **settings, iters=2, nsamples=16, seqlen=64, batch_size=4,
+        str(source), **settings, iters=2, nsamples=16, seqlen=64, batch_size=4,
         dataset=list(prompts().split(1)), device_map="cpu", low_cpu_mem_usage=False,
     )  # fmt: skip
     rounding.quantize_and_save(str(folder), format=form)
@@ -205,8 +207,10 @@ def by_auto_round(source: Path, folder: Path, settings: dict[str, Any]) -> Tenso
     for file in written.iterdir():
         file.rename(folder / file.name)
     written.rmdir()
-    # Its layers for a CPU do not read all of its formats, so each is read by its reference.
     quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if form == "llm_compressor":
+        return by_compressed_tensors(folder, quantization)
+    # Its layers for a CPU do not read all of its formats, so each is read by its reference.
     packing = quantization.get("packing_format", form)
     of_zeros_minus_one = packing in ("auto_round:auto_gptq", "auto_gptq")
     kind = (qlinear_torch_zp if of_zeros_minus_one else qlinear_torch).QuantLinear
@@ -224,6 +228,25 @@ def by_auto_round(source: Path, folder: Path, settings: dict[str, Any]) -> Tenso
             weight = layer(torch.eye(inputs))
         wide[f"{name}.weight"] = weight.T
     return wide
+
+
+def by_compressed_tensors(folder: Path, quantization: dict[str, Any]) -> Tensors:
+    """Return what the library that defines this format reads from a folder."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(quantization)
+    compressor: Any = BaseCompressor.get_value_from_registry(config.format)
+    layers: dict[str, Tensors] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        layer, _, attr = name.rpartition(".")
+        # In 16 bits it would round each weight.
+        layers.setdefault(layer, {})[attr] = tensor.float() if attr.endswith("scale") else tensor
+    return {
+        f"{name}.weight": compressor.decompress(parts, config.config_groups["group_0"])["weight"]
+        for name, parts in layers.items()
+        if "weight_scale" in parts
+    }
 
 
 @torch.no_grad()
