@@ -1,9 +1,12 @@
 """Checkpoints that GPTQModel, AutoAWQ, AutoRound and NVIDIA ModelOpt write, and their numbers.
 
-These libraries pin packages beside which this project's do not install, so each quantizes a tiny
+These libraries want packages beside which this project's do not install, so each quantizes a tiny
 model in an interpreter of its own (``quantizers.py``): ``QUANTIZERS_PYTHON=/path/of/venv/bin/python
 pytest tests/quantization/test_quantizers.py``. It may name several, with a ``:`` between them; a
-library is taken from the first that has it, and without one its tests are skipped.
+library is taken from the first that has it, and without one its tests are skipped. In each: ``pip
+install transformers`` and ``gptqmodel``, ``autoawq datasets transformers==4.51.3``, ``auto-round
+compressed-tensors`` or ``nvidia-modelopt requests``. No GPU is needed; where pip finds another
+torch than the one that is there, ``--no-deps`` helps.
 """
 
 from __future__ import annotations
