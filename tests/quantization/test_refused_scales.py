@@ -138,6 +138,9 @@ def test_a_negative_scale_of_int8_is_accepted(rows: int) -> None:
     assert torch.equal(layer.quant_method.full_precision(layer), wide)
     x = torch.randn(rows, 64)
     torch.testing.assert_close(layer(x), x @ wide.T, rtol=1e-5, atol=1e-3)
+    scales[7] = -torch.inf
+    with pytest.raises(WeightReadError, match="weight_scale has -inf, and must be finite"):
+        layer.load_weights({"weight": codes, "weight_scale": scales})
 
 
 @pytest.mark.parametrize("scale", ["k_scale", "v_scale"])
