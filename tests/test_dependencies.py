@@ -64,6 +64,8 @@ EXTRAS = {
 # Benchmarks measure beside it where it is installed, and say so where it is not.
 PEERS = {"llama-cpp", "runai-model-streamer", "runai-model-streamer-s3", "s3fs", "vllm"}
 OF_EXAMPLES = {"datasets", "trl"}  # of one, which says what to install
+# A script of tests/quantization runs in other interpreters, which have one of them each.
+QUANTIZERS = {"auto-round", "auto-round-extension", "awq", "gptqmodel", "modelopt"}
 # For type checkers only: mypy brings it.
 TYPING_ONLY = {"typing_extensions"}
 
@@ -166,7 +168,8 @@ def test_what_is_declared_is_imported() -> None:
 
 def test_what_the_tests_import_is_declared() -> None:
     """Tests and examples import core dependencies, what three extras bring, and each other."""
-    declared = CORE | extra("test") | extra("fuzz") | extra("ray") | PEERS | OF_EXAMPLES
+    declared = CORE | extra("test") | extra("fuzz") | extra("ray")
+    declared |= PEERS | OF_EXAMPLES | QUANTIZERS
     files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.py")]
     ours = {distribution(p.stem) for p in files} | {
         distribution(p.parent.name) for p in files if p.name == "__init__.py"

@@ -49,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
         "block_name_to_quantize": ["model.layers"],
         "extra_config": {f"model.{KEPT}": {"bits": 16}},
     },
+    "zeros as they are": {"sym": False, "packing_format": "auto_round", "extra_config": EXTRA},
+    "zeros as they are, and groups": {"sym": False, "packing_format": "auto_round:gptqmodel"},
     "the head": {
         "block_name_to_quantize": "model.layers, lm_head",
         "extra_config": {"lm_head": {"bits": 4, "data_type": "int"}},
@@ -71,8 +73,11 @@ def layer_of(config: dict[str, Any], name: str, weight: torch.Tensor) -> Any:
         bits = 8 if name.endswith(WIDER) else 4
         if name.endswith(FINER):
             group, symmetric = 16, False
-    made = packing.gptq(rows, columns, bits, group, symmetric=symmetric, seed=len(name))
-    del made.stored["g_idx"]  # which some versions leave out
+    # GPTQ's format has zeros minus one; AutoRound's own, and the one for GPTQModel, has them.
+    v2 = config["packing_format"] in ("auto_round", "auto_round:gptqmodel")
+    made = packing.gptq(rows, columns, bits, group, symmetric=symmetric, v2=v2, seed=len(name))
+    if not config["packing_format"].endswith("gptqmodel"):
+        del made.stored["g_idx"]  # which some versions leave out
     return made
 
 
@@ -164,7 +169,7 @@ def test_damages_are_refused_by_name(
 @pytest.mark.parametrize(
     ("entries", "error", "message"),
     [
-        ({"packing_format": "auto_round"}, UnsupportedModelError, "packing_format.*auto_gptq"),
+        ({"packing_format": "auto_round:exllamav2"}, UnsupportedModelError, "format.*auto_gptq"),
         ({"packing_format": "auto_round:fp8"}, UnsupportedModelError, "packing_format"),
         ({"act_bits": 8}, CheckpointFormatError, "act_bits"),
         ({"data_type": "mx_fp"}, CheckpointFormatError, "data_type"),

@@ -17,7 +17,8 @@ from vllm_module.errors import (
     WeightLoadError,
     WeightReadError,
 )
-from vllm_module.quantization import demand
+from vllm_module.layers import ReplicatedLinear
+from vllm_module.quantization import EightBitMethod, Scheme, demand
 
 Tensors = dict[str, torch.Tensor]
 
@@ -122,6 +123,24 @@ def test_a_weight_scale_of_zero_is_accepted(published: Any, edited: Any) -> None
     source = published("ct-channel-dynamic")
     row = edited(source, scaled(f"{MLP}.up_proj.weight_scale", first(0.0)))
     assert get_model(model_config=ask(row)).load_report.ok
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_negative_scale_of_int8_is_accepted(rows: int) -> None:
+    """The weight is the product: AutoRound stores a channel with -128 for its largest number."""
+    codes = torch.randint(-128, 128, (32, 64), dtype=torch.int8)
+    scales = torch.randn(32, 1)
+    assert len({*scales.sign().flatten().tolist()}) == 2
+    layer = ReplicatedLinear(64, 32, False, params_dtype=torch.float32)
+    layer.quantize(EightBitMethod(Scheme("channel", torch.int8, "none")))
+    layer.load_weights({"weight": codes, "weight_scale": scales})
+    wide = codes.float() * scales
+    assert torch.equal(layer.quant_method.full_precision(layer), wide)
+    x = torch.randn(rows, 64)
+    torch.testing.assert_close(layer(x), x @ wide.T, rtol=1e-5, atol=1e-3)
+    scales[7] = -torch.inf
+    with pytest.raises(WeightReadError, match="weight_scale has -inf, and must be finite"):
+        layer.load_weights({"weight": codes, "weight_scale": scales})
 
 
 @pytest.mark.parametrize("scale", ["k_scale", "v_scale"])

@@ -78,6 +78,13 @@ def modelopt(weight: torch.Tensor) -> Any:
     return packing.Layer(made, wide)
 
 
+def modelopt_without_inputs(weight: torch.Tensor) -> Any:
+    """Return what ModelOpt stores where it quantizes the weight alone: no scale of the inputs."""
+    made = modelopt(weight)
+    del made.stored["input_scale"]
+    return made
+
+
 def by_formula(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return codes times scales, written out: a sign and a number of E2M1, the low half first."""
     values = torch.tensor([*E2M1, *(-each for each in E2M1)])
@@ -112,6 +119,10 @@ OF_MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 CASES: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Any]]] = {
     "nvfp4": (nvfp4, ct("NVFP4", "nvfp4-pack-quantized")),
     "nvfp4 of modelopt": (modelopt, OF_MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}),
+    "nvfp4 weights of modelopt": (
+        modelopt_without_inputs,
+        OF_MODELOPT | {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    ),
     "mxfp8": (mxfp8, ct("MXFP8", "mxfp8-quantized")),
     "mxfp8 of modelopt": (mxfp8, OF_MODELOPT | {"quant_algo": "MXFP8"}),
 }
@@ -184,7 +195,7 @@ def expected_of(make: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     if make is mxfp8:
         exponents = tensors["weight_scale"].double() - 127
         return (tensors["weight"].double() * 2 ** exponents.repeat_interleave(32, 1)).float()
-    if make is modelopt:
+    if make in (modelopt, modelopt_without_inputs):
         scale = tensors["weight_scale"].float() * tensors["weight_scale_2"]
         return by_formula(tensors["weight"], scale)
     scale = tensors["weight_scale"].float() / tensors["weight_global_scale"]

@@ -81,8 +81,12 @@ class EightBitMethod(QuantizeMethod):
             demand_finite_weight(scale)
             return
         advice = "quantize the checkpoint again"
-        rule = f"must be finite and not negative: {advice}"
-        demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, rule)
+        # INT8 has one more negative number than positive ones: AutoRound turns channels around.
+        if self.scheme.dtype == torch.int8:
+            demand(scale, torch.isfinite, self.scheme.scale_name, f"must be finite: {advice}")
+        else:
+            rule = f"must be finite and not negative: {advice}"
+            demand(scale, lambda x: x.isfinite() & (x >= 0), self.scheme.scale_name, rule)
         if self.scheme.activations == "static":
             rule = f"must be finite and positive: calibrate it and {advice}"
             input_scale = layer.get_parameter("input_scale")

@@ -141,6 +141,7 @@ class ModelOptConfig(StoredConfig):
     algorithms: ClassVar[dict[str, Scheme | QuantizeMethod]] = {
         "FP8": Scheme("tensor", activations="static"),
         "NVFP4": NVFP4Method(MODELOPT, static_inputs=True),
+        "W4A16_NVFP4": NVFP4Method(MODELOPT, static_inputs=False),
         "MXFP8": MXFP8,
     }
 
@@ -366,6 +367,8 @@ class AutoRoundConfig(_OfAutoRound):
     layouts: ClassVar[dict[str, PackedFormat]] = {
         "auto_round:auto_gptq": GPTQ,
         "auto_round:gptq": GPTQ,
+        "auto_round:gptqmodel": GPTQ_V2,
+        "auto_round": GPTQ_V2,  # its own, of most weights with zeros
         "auto_round:auto_awq": AWQ,
         "auto_round:awq": AWQ,
     }
