@@ -18,21 +18,19 @@ async def chat_completions(state: State, body: ChatBody) -> Answer:
     """Answer a conversation."""
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    body.messages = checked_messages(body.messages)
+    body.messages = checked_messages("messages", body.messages)
     answer = _Messages(body, await Conversation.begin(state, body, "chatcmpl"))
     return answer.events() if body.stream else await answer.whole()
 
 
-class _Messages(ChoicesAnswer):
+class _Messages(ChoicesAnswer[ChatBody]):
     """Messages, each a choice."""
 
-    def __init__(self, body: ChatBody, conversation: Conversation) -> None:
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(conversation, kind)
-        self._body, self._calls = body, conversation.calls
+    kinds = ("chat.completion", "chat.completion.chunk")
+    _generation: Conversation
 
     def beside(self, delta: ChoiceDelta) -> dict[str, Any]:
-        if not self._body.return_token_ids:
+        if not self.body.return_token_ids:
             return {}
         return {"prompt_token_ids": delta.output.prompt_token_ids}
 
@@ -44,52 +42,46 @@ class _Messages(ChoicesAnswer):
             "finish_reason": None,
         }
 
-    def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
-        body = self._body
-        stopped_to_call = delta.finish_reason == "stop" and self._calls.get(delta.index)
-        return {
-            "index": delta.index,
-            **({"delta": self._new(delta)} if body.stream else {"message": self._message(delta)}),
-            "logprobs": self._logprobs(delta) if body.logprobs and delta.token_ids else None,
-            "finish_reason": "tool_calls" if stopped_to_call else delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-            "token_ids": delta.token_ids if body.return_token_ids else None,
+    def told(self, delta: ChoiceDelta) -> dict[str, Any]:
+        message, calls = self._message(delta), self._generation.calls[delta.index]
+        told: dict[str, Any] = {
+            "delta" if self.body.stream else "message": message,
+            "logprobs": None,
         }
+        if self.body.logprobs and delta.token_ids:
+            told["logprobs"] = self._logprobs(delta)
+        if calls and delta.finish_reason == "stop":
+            told["finish_reason"] = "tool_calls"
+        return told
 
-    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        choice = self.choice(delta)
-        if delta.finish_reason is None or "tool_calls" not in choice["delta"]:
+    def chunks(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
             return [choice]
         # OpenAI's client misses the end of a call that comes with the end of the message.
         end: dict[str, Any] = {"delta": {}, "logprobs": None, "token_ids": None}
         return [{**choice, "finish_reason": None, "stop_reason": None}, {**choice, **end}]
 
     def _message(self, delta: ChoiceDelta) -> dict[str, Any]:
-        new = self._new(delta)
-        for call in new.get("tool_calls", ()):
-            del call["index"]
-        content = None if "tool_calls" in new else ""
+        """Return the message, or what is new of it: content, reasoning and complete calls."""
+        calls = [call_entry(part.tool_call) for part in delta.parts if part.tool_call is not None]
+        if self.body.stream:
+            before = self._generation.calls[delta.index] - len(calls)
+            calls = [{"index": number, **call} for number, call in enumerate(calls, before)]
+        parts = {
+            "content": "".join(part.content for part in delta.parts),
+            "reasoning_content": "".join(part.reasoning for part in delta.parts),
+            "tool_calls": calls,
+        }
+        new = {name: part for name, part in parts.items() if part}
+        if self.body.stream:
+            return new
+        content = None if calls else ""
         return {
             "role": "assistant", "content": content, "refusal": None, "annotations": [], **new,
         }  # fmt: skip
 
-    def _new(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return what is new of a message: content, reasoning and complete calls."""
-        found: dict[str, Any] = {}
-        if content := "".join(part.content for part in delta.parts):
-            found["content"] = content
-        if reasoning := "".join(part.reasoning for part in delta.parts):
-            found["reasoning_content"] = reasoning
-        calls = [part.tool_call for part in delta.parts if part.tool_call is not None]
-        if calls:
-            before = self._calls[delta.index] - len(calls)
-            found["tool_calls"] = [
-                {"index": number, **call_entry(call)} for number, call in enumerate(calls, before)
-            ]
-        return found
-
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
-        as_id, count = self._body.return_tokens_as_token_ids, self._body.top_logprobs or 0
+        as_id, count = self.body.return_tokens_as_token_ids, self.body.top_logprobs or 0
 
         def entry(token: int, logprob: Logprob) -> dict[str, Any]:
             text = token_text(token, logprob, as_id=as_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, ClassVar
 
@@ -59,53 +59,41 @@ async def completions(state: State, body: CompletionBody) -> Answer:
         logprobs=body.logprobs,
         prompt_logprobs=max((each for each in counts if each is not None), default=None),
     )
-    answer = _Completions(state, body, generation)
+    answer = _Completions(body, generation)
     return answer.events() if body.stream else await answer.whole()
 
 
-class _Completions(ChoicesAnswer):
+class _Completions(ChoicesAnswer[CompletionBody]):
     """Texts, with the prompt's if it is echoed."""
 
+    kinds = ("text_completion", "text_completion")
     uncounted: ClassVar = {"usage": None}
 
-    def __init__(self, state: State, body: CompletionBody, generation: Continuation) -> None:
-        super().__init__(generation, "text_completion")
-        self._state, self._body = state, body
+    def __init__(self, body: CompletionBody, generation: Continuation) -> None:
+        super().__init__(body, generation)
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
 
-    def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
-        body, output = self._body, delta.output
-        if body.max_tokens == 0:  # the engine has generated one all the same
-            reason = delta.finish_reason and "length"
-            delta = replace(
-                delta, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None
-            )
+    def told(self, delta: ChoiceDelta) -> dict[str, Any]:
+        body, output = self.body, delta.output
         echoed = body.echo and delta.first
-        choice = {
-            "index": delta.index,
-            "text": (self._prompt_text(delta) if echoed else "") + delta.text,
-            "logprobs": self._logprobs(delta, echoed) if body.logprobs is not None else None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-            "token_ids": delta.token_ids if body.return_token_ids else None,
-        }
+        told: dict[str, Any] = {"text": delta.text, "logprobs": None}
+        if echoed:
+            ids, prompt = output.prompt_token_ids, output.prompt
+            told["text"] = (self._decode(ids) if prompt is None else prompt) + delta.text
+        if body.logprobs is not None:
+            told["logprobs"] = self._logprobs(delta, echoed)
+        if body.max_tokens == 0:  # the engine has generated one all the same
+            told.update(finish_reason="length", stop_reason=None)
         if body.return_token_ids and delta.first:
-            choice["prompt_token_ids"] = output.prompt_token_ids
-        if body.prompt_logprobs is not None:  # as vLLM writes them
-            choice["prompt_logprobs"] = [
-                None
-                if entry is None
-                else {str(t): _entry(each) for t, each in _most(entry, token, body.prompt_logprobs)}
-                for token, entry in zip(
-                    output.prompt_token_ids, output.prompt_logprobs or (), strict=False
-                )
-            ]
-        return choice
+            told["prompt_token_ids"] = output.prompt_token_ids
+        if body.prompt_logprobs is not None:
+            # An output that has ended early has none of some tokens.
+            known = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
+            told["prompt_logprobs"] = [_entries(*each, body.prompt_logprobs) for each in known]
+        return told
 
-    def _prompt_text(self, delta: ChoiceDelta) -> str:
-        if delta.output.prompt is not None:
-            return delta.output.prompt
-        return self._state.tokenizer().decode(delta.output.prompt_token_ids, False)
+    def _decode(self, ids: list[int]) -> str:
+        return self._generation.state.tokenizer().decode(ids)
 
     def _logprobs(self, delta: ChoiceDelta, echoed: bool) -> dict[str, Any]:
         """Return lists with an entry for each token."""
@@ -115,12 +103,12 @@ class _Completions(ChoicesAnswer):
             known = delta.output.prompt_logprobs or ()
             entries += zip_longest(ids, known)  # a request that is aborted may have few of them
         entries += zip(delta.token_ids, delta.logprobs, strict=True)
-        as_id, count = self._body.return_tokens_as_token_ids, self._body.logprobs or 0
+        as_id, count = self.body.return_tokens_as_token_ids, self.body.logprobs or 0
         rows: list[tuple[Any, ...]] = []
         offset = self._offsets.get(delta.index, 0)
         for token, entry in entries:
             if entry is None:  # the first token of a prompt, or not computed
-                text = f"token_id:{token}" if as_id else self._state.tokenizer().decode([token])
+                text = f"token_id:{token}" if as_id else self._decode([token])
                 rows.append((text, None, None, offset))
             else:
                 text = token_text(token, entry[token], as_id=as_id)
@@ -140,7 +128,9 @@ def _most(entry: Mapping[int, Logprob], own: int, count: int) -> list[tuple[int,
     return [each for each in ranked(entry) if each[1].rank <= count or each[0] == own]
 
 
-def _entry(logprob: Logprob) -> dict[str, Any]:
-    return {
-        "logprob": bounded(logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token,
-    }  # fmt: skip
+def _entries(token: int, entry: Mapping[int, Logprob] | None, count: int) -> Any:
+    """Return the logprobs of a token of the prompt as vLLM writes them."""
+    if entry is None:
+        return None
+    listed = _most(entry, token, count)
+    return {str(other): {**asdict(each), "logprob": bounded(each)} for other, each in listed}

@@ -7,12 +7,14 @@ and the turns of a :class:`Conversation` into its own answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from vllm_module.base.messages import shorten
-from vllm_module.server.blocks import Blocks, Change
+from vllm_module.server.blocks import Block, Blocks
+from vllm_module.server.endpoint import Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import ChoiceDelta, Continuation
 from vllm_module.server.growing_text import Delta
@@ -34,14 +36,12 @@ class Conversation(Continuation):
         calls: number of calls in each choice so far.
         reasoning_tokens: number of tokens of reasoning in each choice that has ended.
         last: the last piece of a choice that has ended.
-        blocks: those of the only choice, while :meth:`changes` runs.
 
     """
 
     def __init__(
         self, state: State, body: ChatBody, kind: str, prompt: dict[str, Any], form: AnswerForm
     ) -> None:
-        shows_special = form.reads_marks and "skip_special_tokens" not in body.sampling
         # Without a limit, a message may be as long as the context allows.
         most = state.engine().llm.model_config.max_model_len
         super().__init__(
@@ -52,14 +52,12 @@ class Conversation(Continuation):
             max_tokens=body.max_completion_tokens or body.max_tokens or most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=form.structured_outputs,
-            skip_special_tokens=False if shows_special else None,
+            skip_special_tokens=False if form.reads_marks else None,
         )
-        self._form = form
-        self._parsers: dict[int, Parser] = {}
-        self.calls: dict[int, int] = {}
-        self.reasoning_tokens: dict[int, int] = {}
+        self._most_calls = form.most_calls
+        self._parsers: dict[int, Parser] = defaultdict(lambda: form.parser(prompt["prompt"]))
+        self.calls, self.reasoning_tokens = Counter[int](), Counter[int]()
         self.last: ChoiceDelta | None = None
-        self.blocks = Blocks()
 
     @staticmethod
     async def begin(state: State, body: ChatBody, kind: str) -> Conversation:
@@ -82,24 +80,8 @@ class Conversation(Continuation):
 
     def usage(self, generated: bool = True) -> dict[str, Any]:
         """Return the counts of tokens, so far; those of reasoning once a choice has ended."""
-        count = sum(self.reasoning_tokens.values()) if generated else 0
-        return {
-            **super().usage(generated), "completion_tokens_details": {"reasoning_tokens": count},
-        }  # fmt: skip
-
-    async def changes(self) -> AsyncGenerator[Change | None, None]:
-        """Yield how the blocks of the only choice begin, grow and end.
-
-        ``None`` comes first, once the engine has begun, before which it may refuse the request.
-        """
-        async with aclosing(self.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.first:
-                    yield None
-                for change in self.blocks.feed(delta.parts):
-                    yield change
-        for change in self.blocks.finish():
-            yield change
+        details = {"reasoning_tokens": self.reasoning_tokens.total() if generated else 0}
+        return {**super().usage(generated), "completion_tokens_details": details}
 
     def _count_reasoning(self, delta: ChoiceDelta) -> int:
         tokenizer, skips = self.state.tokenizer(), self.params.skip_special_tokens
@@ -111,9 +93,7 @@ class Conversation(Continuation):
         )
 
     def _parts(self, delta: ChoiceDelta) -> list[Delta]:
-        parser = self._parsers.get(delta.index)
-        if parser is None:
-            parser = self._parsers[delta.index] = self._form.parser(self.prompts[0]["prompt"])
+        parser = self._parsers[delta.index]
         parts = parser.feed(delta.text)
         if delta.finish_reason is not None:
             self.last = delta
@@ -121,17 +101,76 @@ class Conversation(Continuation):
         found = []
         for part in parts:
             if part.tool_call is not None:
-                calls = self.calls.get(delta.index, 0)
-                if calls == self._form.most_calls:
+                if self.calls[delta.index] == self._most_calls:
                     continue
-                self.calls[delta.index] = calls + 1
+                self.calls[delta.index] += 1
             found.append(part)
         return found
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as templates know them; see :func:`checked_message`."""
-    return [checked_message(each, f"messages[{number}]") for number, each in enumerate(messages)]
+class BlocksAnswer:
+    """The answer to a conversation in blocks, whole or as typed events.
+
+    The methods that raise here are a protocol's own.
+
+    Attributes:
+        blocks: those of the only choice.
+
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation, self.blocks = conversation, Blocks()
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer once it is complete."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return self.so_far()
+
+    async def events(self) -> Events:
+        """Yield events; none before the engine has begun, which may refuse the request."""
+        begin = self.around()
+        async with aclosing(self.conversation.deltas()) as deltas:
+            async for delta in deltas:
+                for event in begin if delta.first else ():
+                    yield event
+                for change in self.blocks.feed(delta.parts, delta.finish_reason is not None):
+                    for event in self.changed(*change):
+                        yield event
+        for event in self.around():
+            yield event
+
+    def so_far(self) -> dict[str, Any]:
+        """Return the answer so far."""
+        raise NotImplementedError
+
+    def around(self) -> list[dict[str, Any]]:
+        """Return the events before all blocks; once the conversation has ended, those after."""
+        raise NotImplementedError
+
+    def changed(self, what: str, block: Block, text: str) -> Iterable[dict[str, Any]]:
+        """Return the events that tell of a change of a block."""
+        raise NotImplementedError
+
+
+def checked_messages(
+    name: str, entries: Iterable[Any], split: Callable[[Any, str], Iterable[Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Return messages as templates know them; see :func:`checked_message`.
+
+    Args:
+        name: of the field.
+        entries: of the field.
+        split: returns the messages that an entry stands for, of which it is told where it is.
+
+    """
+    found = []
+    for number, entry in enumerate(entries):
+        where = f"{name}[{number}]"
+        listed = [entry] if split is None else split(entry, where)
+        found += [checked_message(each, where) for each in listed]
+    return found
 
 
 def checked_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
@@ -98,31 +99,39 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        request, begun = Request(scope, receive), False
+        request = Request(scope, receive)
+        sent: int | None = None  # events, once the answer has begun
 
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
+        async def counting(message: Message) -> None:
+            nonlocal sent
+            if sent is None:
+                sent = 0
+            elif message.get("more_body"):
+                sent += message["body"].count(b"\n\n")
             await send(message)
-
-        async def tell(error: ApiError) -> None:
-            response = json_response(self.kind.told(error), error.status)
-            await response(scope, receive, send)
 
         try:
             self.keys.check(request.headers, self.right)
-            await self.answer(request, await self._received(request), noted)
+            await self.answer(request, await self._received(request), counting)
         except ClientDisconnect:
             return
-        except Exception as error:
-            await tell(_told(error))
-        except asyncio.CancelledError:
-            if not begun:
-                await tell(_stopped())
-            raise
+        except (Exception, asyncio.CancelledError) as error:
+            told = as_api_error(error)
+            if told.status == 500:
+                _log.error("a request failed: %s", told.message, exc_info=error)
+            if sent is None:
+                await json_response(self.kind.told(told), told.status)(scope, receive, send)
+            else:  # its end is an event, too
+                await send(event_message(self.kind.told_within(told, sent)))
+                await send({"type": "http.response.body", "body": b""})
+            if isinstance(error, asyncio.CancelledError):
+                raise
 
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
-        """Answer a request that has a key. What this raises is told to the client."""
+        """Answer a request that has a key. What this raises is told to the client.
+
+        An answer of several messages is events, of which each ends with an empty line.
+        """
         raise NotImplementedError
 
     async def _received(self, request: Request) -> bytes:
@@ -154,10 +163,8 @@ class HandlerEndpoint(Endpoint):
     async def answer(self, request: Request, data: bytes, send: Send) -> None:
         """Check the body and have the handler answer it."""
         large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
-        if large:
-            body = await asyncio.to_thread(self._checked, request.headers, data)
-        else:
-            body = self._checked(request.headers, data)
+        check = partial(self._checked, request.headers, data)
+        body = await asyncio.to_thread(check) if large else check()
         await work_until_gone(self._work(body, request, send, large), request.receive)
 
     def _checked(self, headers: Headers, data: bytes) -> Body:
@@ -183,28 +190,17 @@ class HandlerEndpoint(Endpoint):
         await response(request.scope, request.receive, send)
 
     async def _send_events(self, send: Send, events: Events) -> None:
-        """Send server-sent events; an error before the first one is raised, and later is one.
+        """Send server-sent events. The answer begins with the first one, which may raise.
 
-        Events that have a type are named by it. Others are OpenAI's chunks, which ``[DONE]`` ends,
-        unless an error does.
+        Events that have a type are named by it. Others are OpenAI's chunks, which ``[DONE]`` ends.
         """
         async with aclosing(events):
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": _STREAMED})
             await send(event_message(first))
-            end = b"" if "type" in first else b"data: [DONE]\n\n"
-            sent = 1
-            try:
-                async for each in events:
-                    await send(event_message(each))
-                    sent += 1
-            except Exception as error:
-                await send(event_message(self.kind.told_within(_told(error), sent)))
-                end = b""
-            except asyncio.CancelledError:  # where the client has gone, this goes nowhere
-                await send(event_message(self.kind.told_within(_stopped(), sent)))
-                await send({"type": "http.response.body", "body": b""})
-                raise
+            async for each in events:
+                await send(event_message(each))
+        end = b"" if "type" in first else b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": end})
 
 
@@ -224,19 +220,6 @@ async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> 
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _stopped() -> ApiError:
-    """Return what a client is told whose request takes longer than a server that stops allows."""
-    return ApiError(503, "the server has stopped, before the end of this request: send it again")
-
-
-def _told(error: Exception) -> ApiError:
-    """Return what a client is told of an error; log those that are no client's."""
-    told = as_api_error(error)
-    if told.status == 500:
-        _log.error("a request failed: %s", told.message, exc_info=error)
-    return told
 
 
 def event_message(value: dict[str, Any]) -> Message:

@@ -28,7 +28,6 @@ from vllm_module.server.endpoint import (
     SMALL_BODY,
     Endpoint,
     Keys,
-    event_message,
     work_until_gone,
 )
 from vllm_module.server.errors import ApiError, loading
@@ -191,9 +190,9 @@ class _Forward(Endpoint):
         return whole
 
     async def _stream(self, answer: BackendAnswer, send: Send) -> None:
-        """Pass whole events on; if the backend ends after the first one, the last is an error."""
+        """Pass whole events on. If the backend ends after the first one, that is an error."""
         begin = {"type": "http.response.start", "status": 200, "headers": answer.headers}
-        begun, rest, sent = False, b"", 0
+        begun, rest = False, b""
         try:
             async for piece in answer.body:
                 events, end, rest = (rest + piece).rpartition(b"\n\n")
@@ -201,14 +200,12 @@ class _Forward(Endpoint):
                     begun = True
                     await send(begin)
                 if end:
-                    sent += events.count(b"\n\n") + 1
                     body = {"type": "http.response.body", "body": events + end, "more_body": True}
                     await send(body)
-        except BackendError:
+        except BackendError as error:
             if not begun:
                 raise
-            error = ApiError(500, "the engine of this request has ended")
-            rest = event_message(self.kind.told_within(error, sent))["body"]
+            raise ApiError(500, "the engine of this request has ended") from error
         if not begun:
             await send(begin)
         await send({"type": "http.response.body", "body": rest})

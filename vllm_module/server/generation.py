@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
@@ -15,8 +17,9 @@ from vllm_module.server.endpoint import Events
 from vllm_module.server.errors import ApiError, field_error
 from vllm_module.server.growing_text import Delta
 from vllm_module.server.protocol import GenerationBody, StreamOptions
-from vllm_module.server.state import State, new_id
+from vllm_module.server.state import State
 
+_Body = TypeVar("_Body", bound=GenerationBody)
 _LEAST = -9999.0  # JSON has no infinity
 # What makes a chunk worth sending.
 _SHOWN = ("text", "delta", "logprobs", "finish_reason", "token_ids")
@@ -55,8 +58,8 @@ class Continuation:
         kind: the beginning of the answer's id.
         prompts: the prompts, each a mapping.
         generates: False if generated tokens are not shown.
-        wanted: parameters, beside those of the body; those that are ``None``, and others, are those
-            of generation_config.json.
+        wanted: parameters, unless the body has them among those for sampling; those that are
+            ``None``, and others, are those of generation_config.json.
 
     Attributes:
         name: id of the request.
@@ -74,17 +77,15 @@ class Continuation:
         generates: bool = True,
         **wanted: Any,
     ) -> None:
-        self.state, self.body, self.name = state, body, new_id(kind)
-        about = state.adapter(body.model)
-        if body.cache_salt is not None:
-            about["cache_salt"] = body.cache_salt
+        self.state, self.body, self.name = state, body, f"{kind}-{uuid.uuid4().hex}"
+        about = {"adapter": state.adapter(body.model), "cache_salt": body.cache_salt}
         self.prompts = [{**prompt, **about} for prompt in prompts]
         self._llm = state.engine(body.model)
         defaults = self._llm.llm.get_default_sampling_params()
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
         given = {name: value for name, value in wanted.items() if value is not None}
         try:
-            self.params = SamplingParams.from_optional(**{**recommended, **body.sampling, **given})
+            self.params = SamplingParams.from_optional(**{**recommended, **given, **body.sampling})
         except ValueError as error:
             raise field_error(error) from None
         self._generates = generates
@@ -97,6 +98,7 @@ class Continuation:
         """
         told: dict[int, tuple[int, int]] = {}  # characters and tokens of each choice
         ended = set[int]()
+        begin = 0 if self._generates else sys.maxsize
         outputs = self._llm.serve(
             self.prompts, self.params, self.name, every_token=self.body.stream
         )
@@ -108,7 +110,7 @@ class Continuation:
                     raise ApiError(400 if own else 500, output.error)
                 for sample in output.outputs:
                     index = prompt * self.params.n + sample.index
-                    characters, tokens = told.get(index, (0, 0))
+                    characters, tokens = told.get(index, (begin, begin))
                     ids = sample.token_ids[tokens:]
                     if index in ended or not (ids or sample.finish_reason):
                         continue
@@ -142,28 +144,29 @@ class Continuation:
         }
 
 
-class ChoicesAnswer:
+class ChoicesAnswer(Generic[_Body]):
     """The answer to a request in which OpenAI's clients find choices, whole or as chunks.
 
     Args:
+        body: the request.
         generation: what is answered.
-        kind: the name of what is answered, in the protocol.
 
     Attributes:
+        kinds: the protocol's names of a whole answer and of a chunk.
         uncounted: what a chunk has in place of ``usage`` if the request does not ask for it.
 
     """
 
+    kinds: ClassVar[tuple[str, str]]
     uncounted: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, generation: Continuation, kind: str) -> None:
-        self._generation = generation
-        self._options = generation.body.stream_options or StreamOptions()
+    def __init__(self, body: _Body, generation: Continuation) -> None:
+        self.body, self._generation = body, generation
         self._head = {
             "id": generation.name,
-            "object": kind,
+            "object": self.kinds[body.stream],
             "created": int(time.time()),
-            "model": generation.body.model or generation.state.names[0],
+            "model": body.model or generation.state.names[0],
         }
 
     async def whole(self) -> dict[str, Any]:
@@ -171,7 +174,7 @@ class ChoicesAnswer:
         choices, beside = [], dict[str, Any]()
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
-                choices.append(self.choice(delta))
+                choices.append(self._choice(delta))
                 beside = self.beside(delta)
         choices.sort(key=lambda choice: choice["index"])
         usage = self._generation.usage()
@@ -179,27 +182,37 @@ class ChoicesAnswer:
 
     async def events(self) -> Events:
         """Yield chunks, and the counts of tokens if the request asks for them."""
-        usage, last = self._generation.usage, self._options.include_usage
-        counted = last and self._options.continuous_usage_stats
+        usage, options = self._generation.usage, self.body.stream_options or StreamOptions()
+        counted = options.include_usage and options.continuous_usage_stats
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 if delta.first and (begin := self.begin(delta)) is not None:
                     counts = {"usage": usage(generated=False)} if counted else self.uncounted
                     yield {**self._head, **self.beside(delta), "choices": [begin], **counts}
-                for choice in self.chunks(delta):
+                for choice in self.chunks(self._choice(delta)):
                     if any(map(choice.get, _SHOWN)):
                         counts = {"usage": usage()} if counted else self.uncounted
                         yield {**self._head, "choices": [choice], **counts}
-        if last:
+        if options.include_usage:
             yield {**self._head, "choices": [], "usage": usage()}
 
-    def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+    def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the choice of a whole answer or of a chunk."""
+        return {
+            "index": delta.index,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self.body.return_token_ids else None,
+            **self.told(delta),
+        }
+
+    def told(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return what a choice of the protocol has beside what every choice has, or instead."""
         raise NotImplementedError
 
-    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        """Return the choices of the chunks that tell of a delta."""
-        return [self.choice(delta)]
+    def chunks(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices of the chunks that a choice is told in."""
+        return [choice]
 
     def begin(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """Return a choice that is told before the first one has anything."""
