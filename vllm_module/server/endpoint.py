@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Cor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -19,8 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_module.server.connection import Limits
 from vllm_module.server.errors import ApiError, as_api_error
-from vllm_module.server.json_answer import encode, json_response
-from vllm_module.server.json_body import read_json
+from vllm_module.server.json_body import encode, json_response, read_json
 from vllm_module.server.protocol import Body
 
 Events = AsyncGenerator[dict[str, Any], None]
@@ -81,21 +80,23 @@ class Endpoint:
     Attributes:
         path: the path.
         right: who may ask.
-        kind: the class of the body; without fields, the request has none.
         handler: function from the server's state and a checked body to a JSON value, a text, or
             events to stream.
         state: of the server.
         keys, limits: of the server.
+        kind: the class of the body, which the handler tells; without fields, there is none.
 
     """
 
     path: str
     right: Right
-    kind: type[Body]
     handler: Handler
     state: Any
     keys: Keys
     limits: Limits
+
+    def __post_init__(self) -> None:
+        self.kind: type[Body] = get_type_hints(self.handler)["body"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -31,8 +31,7 @@ from vllm_module.server.endpoint import (
     work_until_gone,
 )
 from vllm_module.server.errors import ApiError, loading
-from vllm_module.server.json_answer import json_response
-from vllm_module.server.json_body import read_json
+from vllm_module.server.json_body import json_response, read_json
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # What each engine has of its own, so all of them have to do it.

@@ -79,11 +79,10 @@ class State:
             # A message that is continued is followed by no prompt for another one.
             "add_generation_prompt": options.add_generation_prompt and not continues,
             "continue_final_message": continues,
+            "tools": list(tools) or None,
         }
         if options.reasoning_effort is not None:
             variables["reasoning_effort"] = options.reasoning_effort
-        if tools:
-            variables["tools"] = list(tools)
         return await asyncio.to_thread(lambda: llm.chat_prompt(messages, **variables))
 
 
