@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import Field
 
 from vllm_module.runtime.sampling.sampler import Logprob
-from vllm_module.server.conversation import Conversation, checked_messages
+from vllm_module.server.conversation import begin, checked_messages
 from vllm_module.server.endpoint import Answer, Events
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import ChoiceDelta, Continuation
@@ -69,7 +69,7 @@ async def chat_completions(state: State, body: ChatBody) -> Answer:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     body.messages = checked_messages("messages", body.messages)
-    answer = _Messages(body, await Conversation.begin(state, body, "chatcmpl"))
+    answer = _Messages(body, await begin(state, body, "chatcmpl"))
     return answer.events() if body.stream else await answer.whole()
 
 
@@ -216,7 +216,6 @@ class _Messages(_Choices[ChatBody]):
     """Messages, each a choice."""
 
     kinds = ("chat.completion", "chat.completion.chunk")
-    _generation: Conversation
 
     def beside(self, delta: ChoiceDelta) -> dict[str, Any]:
         if not self.body.return_token_ids:

@@ -1,14 +1,12 @@
 """A conversation: its messages as a prompt, and the parts of the answers that continue it.
 
 The three protocols of conversations differ in names. Each turns its body into a :class:`ChatBody`,
-and the turns of a :class:`Conversation` into its own answer.
+and what continues it into its own answer.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -16,96 +14,36 @@ from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block, Blocks
 from vllm_module.server.endpoint import Events
 from vllm_module.server.errors import ApiError
-from vllm_module.server.generation import ChoiceDelta, Continuation
-from vllm_module.server.growing_text import Delta
-from vllm_module.server.parsers import Parser
+from vllm_module.server.generation import Continuation
 from vllm_module.server.protocol import ChatBody
 from vllm_module.server.state import State
 from vllm_module.server.tools import AnswerForm
 
-_BEFORE = 4  # tokens of the prompt, on which the text of the first ones after it may depend
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OF_TOOLS = {name: name for name in ("name", "description", "strict")}
 _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 
 
-class Conversation(Continuation):
-    """One request for the next message of a conversation.
+async def begin(state: State, body: ChatBody, kind: str) -> Continuation:
+    """Return the continuation of a conversation, whose messages are checked.
 
-    Attributes:
-        calls: number of calls in each choice so far.
-        reasoning_tokens: number of tokens of reasoning in each choice that has ended.
-        last: the last piece of a choice that has ended.
-
+    ``kind`` begins the id of the answer.
     """
-
-    def __init__(
-        self, state: State, body: ChatBody, kind: str, prompt: dict[str, Any], form: AnswerForm
-    ) -> None:
+    most = state.engine(body.model).llm.model_config.max_model_len
+    form = AnswerForm.of(body, state.formats)
+    prompt = await state.chat_prompt(body.messages, body, form.tools)
+    return Continuation(
+        state,
+        body,
+        kind,
+        [prompt],
+        form,
         # Without a limit, a message may be as long as the context allows.
-        most = state.engine().llm.model_config.max_model_len
-        super().__init__(
-            state,
-            body,
-            kind,
-            [prompt],
-            max_tokens=body.max_completion_tokens or body.max_tokens or most,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_outputs=form.structured_outputs,
-            skip_special_tokens=False if form.reads_marks else None,
-        )
-        self._most_calls = form.most_calls
-        self._parsers: dict[int, Parser] = defaultdict(lambda: form.parser(prompt["prompt"]))
-        self.calls, self.reasoning_tokens = Counter[int](), Counter[int]()
-        self.last: ChoiceDelta | None = None
-
-    @staticmethod
-    async def begin(state: State, body: ChatBody, kind: str) -> Conversation:
-        """Format the messages, which are checked. ``kind`` begins the id of the answer."""
-        state.engine(body.model)
-        form = AnswerForm.of(body, state.formats)
-        prompt = await state.chat_prompt(body.messages, body, form.tools)
-        return Conversation(state, body, kind, prompt, form)
-
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """Yield what is new of each choice, with the parts that its text has become."""
-        async with aclosing(super().deltas()) as deltas:
-            async for delta in deltas:
-                delta.parts = self._parts(delta)
-                if delta.finish_reason is not None and self._parsers[delta.index].reasoned:
-                    # In a thread, because it decodes the text several times.
-                    count = await asyncio.to_thread(self._count_reasoning, delta)
-                    self.reasoning_tokens[delta.index] = count
-                yield delta
-
-    def usage(self, generated: bool = True) -> dict[str, Any]:
-        """Return the counts of tokens, so far; those of reasoning once a choice has ended."""
-        details = {"reasoning_tokens": self.reasoning_tokens.total() if generated else 0}
-        return {**super().usage(generated), "completion_tokens_details": details}
-
-    def _count_reasoning(self, delta: ChoiceDelta) -> int:
-        tokenizer, skips = self.state.tokenizer(), self.params.skip_special_tokens
-        before = delta.output.prompt_token_ids[-_BEFORE:]
-        begin = len(tokenizer.decode(before, skips))
-        (ids,) = [each.token_ids for each in delta.output.outputs if each.index == delta.index]
-        return self._parsers[delta.index].reasoning_tokens(
-            ids, lambda some: tokenizer.decode([*before, *some], skips)[begin:]
-        )
-
-    def _parts(self, delta: ChoiceDelta) -> list[Delta]:
-        parser = self._parsers[delta.index]
-        parts = parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            self.last = delta
-            parts += parser.finish()
-        found = []
-        for part in parts:
-            if part.tool_call is not None:
-                if self.calls[delta.index] == self._most_calls:
-                    continue
-                self.calls[delta.index] += 1
-            found.append(part)
-        return found
+        max_tokens=body.max_completion_tokens or body.max_tokens or most,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured_outputs=form.structured_outputs,
+        skip_special_tokens=False if form.reads_marks else None,
+    )
 
 
 class BlocksAnswer:
@@ -118,7 +56,7 @@ class BlocksAnswer:
 
     """
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Continuation) -> None:
         self.conversation, self.blocks = conversation, Blocks()
 
     async def whole(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_module.runtime.outputs import RequestOutput
@@ -14,8 +16,12 @@ from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.server.errors import ApiError, field_error
 from vllm_module.server.growing_text import Delta
+from vllm_module.server.parsers import Parser
 from vllm_module.server.protocol import GenerationBody
 from vllm_module.server.state import State
+from vllm_module.server.tools import AnswerForm
+
+_BEFORE = 4  # tokens of the prompt, on which the text of the first ones after it may depend
 
 
 @dataclass
@@ -40,7 +46,7 @@ class ChoiceDelta:
     first: bool
     finish_reason: str | None
     stop_reason: int | str | None
-    parts: Sequence[Delta] = ()
+    parts: list[Delta] = field(default_factory=list)
 
 
 class Continuation:
@@ -50,6 +56,7 @@ class Continuation:
         state, body: the server, and the request.
         kind: the beginning of the answer's id.
         prompts: the prompts, each a mapping.
+        form: that of the answers to the only one, a conversation: their texts are parsed.
         wanted: parameters, unless the body has them among those for sampling; those that are
             ``None``, and others, are those of generation_config.json. With 0 as ``max_tokens``, one
             is generated, and not shown.
@@ -57,6 +64,9 @@ class Continuation:
     Attributes:
         name: id of the request.
         params: the parameters.
+        calls: number of calls in each choice so far.
+        reasoning_tokens: number of tokens of reasoning in each choice that has ended.
+        last: the last piece of a choice that has ended.
 
     """
 
@@ -66,6 +76,7 @@ class Continuation:
         body: GenerationBody,
         kind: str,
         prompts: Sequence[Mapping[str, Any]],
+        form: AnswerForm | None = None,
         **wanted: Any,
     ) -> None:
         self.state, self.body, self.name = state, body, f"{kind}-{uuid.uuid4().hex}"
@@ -83,6 +94,9 @@ class Continuation:
         except ValueError as error:
             raise field_error(error) from None
         self._outputs: dict[int, RequestOutput] = {}
+        self._form, self._parsers = form, dict[int, Parser]()
+        self.calls, self.reasoning_tokens = Counter[int](), Counter[int]()
+        self.last: ChoiceDelta | None = None
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield what is new of each choice: for each token of a stream, else once.
@@ -107,7 +121,7 @@ class Continuation:
                     ids = sample.token_ids[tokens:]
                     if index in ended or not (ids or sample.finish_reason):
                         continue
-                    yield ChoiceDelta(
+                    delta = ChoiceDelta(
                         index,
                         output,
                         sample.text[characters:],
@@ -120,6 +134,37 @@ class Continuation:
                     told[index] = max(characters, len(sample.text)), len(sample.token_ids)
                     if sample.finish_reason is not None:
                         ended.add(index)
+                        self.last = delta
+                    if self._form is not None:
+                        await self._parse(delta, self._form)
+                    yield delta
+
+    async def _parse(self, delta: ChoiceDelta, form: AnswerForm) -> None:
+        """Add the parts that the text has become; at its end, count the tokens of reasoning."""
+        if delta.first:
+            self._parsers[delta.index] = form.parser(self.prompts[0]["prompt"])
+        parser = self._parsers[delta.index]
+        parts = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+            if parser.reasoned:  # the text is decoded several times
+                count = await asyncio.to_thread(self._count_reasoning, delta)
+                self.reasoning_tokens[delta.index] = count
+        for part in parts:
+            if part.tool_call is not None:
+                if self.calls[delta.index] == form.most_calls:
+                    continue
+                self.calls[delta.index] += 1
+            delta.parts.append(part)
+
+    def _count_reasoning(self, delta: ChoiceDelta) -> int:
+        tokenizer, skips = self.state.tokenizer(), self.params.skip_special_tokens
+        before = delta.output.prompt_token_ids[-_BEFORE:]
+        begin = len(tokenizer.decode(before, skips))
+        (ids,) = [each.token_ids for each in delta.output.outputs if each.index == delta.index]
+        return self._parsers[delta.index].reasoning_tokens(
+            ids, lambda some: tokenizer.decode([*before, *some], skips)[begin:]
+        )
 
     def usage(self, generated: bool = True) -> dict[str, Any]:
         """Return the counts of tokens, so far."""
@@ -127,7 +172,7 @@ class Continuation:
         prompt = sum(len(each.prompt_token_ids) for each in outputs)
         tokens = sum(len(sample.token_ids) for each in outputs for sample in each.outputs)
         tokens = tokens if generated and self._generates else 0
-        return {
+        counts = {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
@@ -135,3 +180,7 @@ class Continuation:
                 "cached_tokens": sum(each.num_cached_tokens or 0 for each in outputs)
             },
         }
+        if self._form is not None:
+            reasoning = self.reasoning_tokens.total() if generated else 0
+            counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return counts

@@ -15,8 +15,8 @@ from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import (
     BlocksAnswer,
-    Conversation,
     as_function,
+    begin,
     checked_message,
     checked_messages,
 )
@@ -89,7 +89,7 @@ class MessagesBody(ConversationBody):
 async def messages(state: State, body: MessagesBody) -> Answer:
     """Answer a conversation."""
     chat = _chat_body(body, _switch(body.thinking, state.formats))
-    answer = _Answer(await Conversation.begin(state, chat, "msg"))
+    answer = _Answer(await begin(state, chat, "msg"))
     return answer.events() if body.stream else await answer.whole()
 
 

@@ -15,12 +15,13 @@ from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
 from vllm_module.server.conversation import (
     BlocksAnswer,
-    Conversation,
     as_function,
+    begin,
     checked_messages,
 )
 from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
+from vllm_module.server.generation import Continuation
 from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Entries, refused
 from vllm_module.server.state import State
 
@@ -80,7 +81,7 @@ class ResponsesBody(ConversationBody):
 
 async def responses(state: State, body: ResponsesBody) -> Answer:
     """Answer a conversation."""
-    answer = _Answer(body, await Conversation.begin(state, _chat_body(body), "resp"))
+    answer = _Answer(body, await begin(state, _chat_body(body), "resp"))
     return answer.events() if body.stream else await answer.whole()
 
 
@@ -128,7 +129,7 @@ def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
 class _Answer(BlocksAnswer):
     """The response to one request."""
 
-    def __init__(self, body: ResponsesBody, conversation: Conversation) -> None:
+    def __init__(self, body: ResponsesBody, conversation: Continuation) -> None:
         super().__init__(conversation)
         self._body, self._created, self._number = body, int(time.time()), 0
 
