@@ -68,10 +68,10 @@ class BlocksAnswer:
 
     async def events(self) -> Events:
         """Yield events; none before the engine has begun, which may refuse the request."""
-        begin = self.around()
+        first = self.around()
         async with aclosing(self.conversation.deltas()) as deltas:
             async for delta in deltas:
-                for event in begin if delta.first else ():
+                for event in first if delta.first else ():
                     yield event
                 for change in self.blocks.feed(delta.parts, delta.finish_reason is not None):
                     for event in self.changed(*change):
@@ -93,25 +93,30 @@ class BlocksAnswer:
 
 
 def checked_messages(
-    name: str, entries: Iterable[Any], split: Callable[[Any, str], Iterable[Any]] | None = None
+    name: str,
+    entries: Iterable[Any],
+    split: Callable[[Any, str], Iterable[Any]] = lambda entry, _: [entry],
+    system: Any = None,
 ) -> list[dict[str, Any]]:
-    """Return messages as templates know them; see :func:`checked_message`.
+    """Return messages as templates know them; see :func:`_checked`.
 
     Args:
         name: of the field.
         entries: of the field.
         split: returns the messages that an entry stands for, of which it is told where it is.
+        system: content of a system message before them.
 
     """
     found = []
+    if system is not None:
+        found.append(_checked({"role": "system", "content": system}, "system"))
     for number, entry in enumerate(entries):
         where = f"{name}[{number}]"
-        listed = [entry] if split is None else split(entry, where)
-        found += [checked_message(each, where) for each in listed]
+        found += [_checked(each, where) for each in split(entry, where)]
     return found
 
 
-def checked_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _checked(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message, which a body has at ``where``, as templates know it.
 
     A developer's message is a system message: most templates know no other. Raises ``ApiError`` for

@@ -13,13 +13,7 @@ from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import (
-    BlocksAnswer,
-    as_function,
-    begin,
-    checked_message,
-    checked_messages,
-)
+from vllm_module.server.conversation import BlocksAnswer, as_function, begin, checked_messages
 from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import (
@@ -111,10 +105,6 @@ def _switch(thinking: Thinking | None, formats: Formats) -> dict[str, bool]:
 
 def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -> ChatBody:
     """Return the request in OpenAI's words, with these variables of the template."""
-    listed = checked_messages("messages", body.messages, _messages)
-    if body.system is not None:
-        system = {"role": "system", "content": body.system}
-        listed.insert(0, checked_message(system, "system"))
     choice = body.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     chosen: Any = {"any": "required", "auto": "auto", "none": "none"}.get(str(kind))
@@ -127,7 +117,7 @@ def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -
         body.output_config.format,
         reasoning_effort=body.output_config.effort,
         chat_template_kwargs=dict(variables or {}),
-        messages=listed,
+        messages=checked_messages("messages", body.messages, _messages, body.system),
         max_tokens=body.max_tokens,
         tools=[as_function(tool, (None, "custom"), "input_schema") for tool in body.tools],
         tool_choice=chosen,

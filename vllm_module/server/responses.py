@@ -13,12 +13,7 @@ from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import (
-    BlocksAnswer,
-    as_function,
-    begin,
-    checked_messages,
-)
+from vllm_module.server.conversation import BlocksAnswer, as_function, begin, checked_messages
 from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.generation import Continuation
@@ -93,15 +88,12 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     elif not isinstance(items, list):
         message = f"input should be text or a list of items, got {shorten(items)}"
         raise ApiError(400, message, "input")
-    listed = checked_messages("input", items, _messages)
-    if body.instructions is not None:
-        listed.insert(0, {"role": "system", "content": body.instructions})
     choice = body.tool_choice
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return body.as_chat(
         body.text.format,
-        messages=listed,
+        messages=checked_messages("input", items, _messages, body.instructions),
         max_tokens=body.max_output_tokens,
         tools=[as_function(tool, ("function",), "parameters") for tool in body.tools],
         tool_choice=choice,
