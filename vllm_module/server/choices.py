@@ -127,16 +127,18 @@ class _Choices(Generic[_Body]):
 
     def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the choice of a whole answer or of a chunk."""
-        return {
+        choice = {
             "index": delta.index,
+            "logprobs": None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "token_ids": delta.token_ids if self.body.return_token_ids else None,
-            **self.told(delta),
         }
+        self.fill(choice, delta)
+        return choice
 
-    def told(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return what a choice of the protocol has beside what every choice has, or instead."""
+    def fill(self, choice: dict[str, Any], delta: ChoiceDelta) -> None:
+        """Add what a choice of the protocol has beside what every choice has, or instead."""
         raise NotImplementedError
 
     def chunks(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -162,24 +164,23 @@ class _Completions(_Choices[CompletionBody]):
         super().__init__(body, generation)
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
 
-    def told(self, delta: ChoiceDelta) -> dict[str, Any]:
+    def fill(self, choice: dict[str, Any], delta: ChoiceDelta) -> None:
         body, output = self.body, delta.output
         echoed = body.echo and delta.first
-        told: dict[str, Any] = {"text": delta.text, "logprobs": None}
+        choice["text"] = delta.text
         if echoed:
             ids, prompt = output.prompt_token_ids, output.prompt
-            told["text"] = (self._decode(ids) if prompt is None else prompt) + delta.text
+            choice["text"] = (self._decode(ids) if prompt is None else prompt) + delta.text
         if body.logprobs is not None:
-            told["logprobs"] = self._logprobs(delta, echoed)
+            choice["logprobs"] = self._logprobs(delta, echoed)
         if body.max_tokens == 0:  # the engine has generated one all the same
-            told.update(finish_reason="length", stop_reason=None)
+            choice.update(finish_reason="length", stop_reason=None)
         if body.return_token_ids and delta.first:
-            told["prompt_token_ids"] = output.prompt_token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids
         if body.prompt_logprobs is not None:
             # An output that has ended early has none of some tokens.
             known = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
-            told["prompt_logprobs"] = [_entries(*each, body.prompt_logprobs) for each in known]
-        return told
+            choice["prompt_logprobs"] = [_entries(*each, body.prompt_logprobs) for each in known]
 
     def _decode(self, ids: list[int]) -> str:
         return self._generation.state.tokenizer().decode(ids)
@@ -230,17 +231,12 @@ class _Messages(_Choices[ChatBody]):
             "finish_reason": None,
         }
 
-    def told(self, delta: ChoiceDelta) -> dict[str, Any]:
-        message, calls = self._message(delta), self._generation.calls[delta.index]
-        told: dict[str, Any] = {
-            "delta" if self.body.stream else "message": message,
-            "logprobs": None,
-        }
+    def fill(self, choice: dict[str, Any], delta: ChoiceDelta) -> None:
+        choice["delta" if self.body.stream else "message"] = self._message(delta)
         if self.body.logprobs and delta.token_ids:
-            told["logprobs"] = self._logprobs(delta)
-        if calls and delta.finish_reason == "stop":
-            told["finish_reason"] = "tool_calls"
-        return told
+            choice["logprobs"] = self._logprobs(delta)
+        if delta.finish_reason == "stop" and self._generation.calls[delta.index]:
+            choice["finish_reason"] = "tool_calls"
 
     def chunks(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
@@ -251,22 +247,21 @@ class _Messages(_Choices[ChatBody]):
 
     def _message(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the message, or what is new of it: content, reasoning and complete calls."""
+        new: dict[str, Any] = {}
+        if content := "".join(part.content for part in delta.parts):
+            new["content"] = content
+        if reasoning := "".join(part.reasoning for part in delta.parts):
+            new["reasoning_content"] = reasoning
         calls = [call_entry(part.tool_call) for part in delta.parts if part.tool_call is not None]
-        if self.body.stream:
+        if calls and self.body.stream:
             before = self._generation.calls[delta.index] - len(calls)
             calls = [{"index": number, **call} for number, call in enumerate(calls, before)]
-        parts = {
-            "content": "".join(part.content for part in delta.parts),
-            "reasoning_content": "".join(part.reasoning for part in delta.parts),
-            "tool_calls": calls,
-        }
-        new = {name: part for name, part in parts.items() if part}
+        if calls:
+            new["tool_calls"] = calls
         if self.body.stream:
             return new
-        content = None if calls else ""
-        return {
-            "role": "assistant", "content": content, "refusal": None, "annotations": [], **new,
-        }  # fmt: skip
+        whole = {"role": "assistant", "content": None if calls else "", "refusal": None}
+        return {**whole, "annotations": [], **new}
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
         as_id, count = self.body.return_tokens_as_token_ids, self.body.top_logprobs or 0

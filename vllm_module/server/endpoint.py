@@ -107,7 +107,7 @@ class Endpoint:
             nonlocal sent
             if sent is None:
                 sent = 0
-            elif message.get("more_body"):
+            elif "more_body" in message:
                 sent += message["body"].count(b"\n\n")
             await send(message)
 

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_module.runtime.outputs import RequestOutput
@@ -46,7 +46,7 @@ class ChoiceDelta:
     first: bool
     finish_reason: str | None
     stop_reason: int | str | None
-    parts: list[Delta] = field(default_factory=list)
+    parts: Sequence[Delta] = ()
 
 
 class Continuation:
@@ -150,12 +150,14 @@ class Continuation:
             if parser.reasoned:  # the text is decoded several times
                 count = await asyncio.to_thread(self._count_reasoning, delta)
                 self.reasoning_tokens[delta.index] = count
+        found = []
         for part in parts:
             if part.tool_call is not None:
                 if self.calls[delta.index] == form.most_calls:
                     continue
                 self.calls[delta.index] += 1
-            delta.parts.append(part)
+            found.append(part)
+        delta.parts = found
 
     def _count_reasoning(self, delta: ChoiceDelta) -> int:
         tokenizer, skips = self.state.tokenizer(), self.params.skip_special_tokens
