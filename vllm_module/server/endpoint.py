@@ -26,6 +26,8 @@ Events = AsyncGenerator[dict[str, Any], None]
 Answer = dict[str, Any] | list[Any] | str | Events
 Handler = Callable[[Any, Any], Awaitable[Answer]]
 Right = Literal["open", "api", "admin"]
+# Sends a message of ASGI, and is told of how many events it is, if not of one.
+CountingSend = Callable[..., Awaitable[None]]
 
 SMALL_BODY = 1 << 16  # bytes of a body that is checked before another request is
 _STREAMED = [
@@ -103,12 +105,9 @@ class Endpoint:
         request = Request(scope, receive)
         sent: int | None = None  # events, once the answer has begun
 
-        async def counting(message: Message) -> None:
+        async def counting(message: Message, events: int = 1) -> None:
             nonlocal sent
-            if sent is None:
-                sent = 0
-            elif "more_body" in message:
-                sent += message["body"].count(b"\n\n")
+            sent = 0 if sent is None else sent + events
             await send(message)
 
         try:
@@ -128,10 +127,10 @@ class Endpoint:
             if isinstance(error, asyncio.CancelledError):
                 raise
 
-    async def answer(self, request: Request, data: bytes, send: Send) -> None:
+    async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Answer a request that has a key. What this raises is told to the client.
 
-        An answer of several messages is events, of which each ends with an empty line.
+        It is told as an event if the answer has begun.
         """
         raise NotImplementedError
 
@@ -161,7 +160,7 @@ class Endpoint:
 class HandlerEndpoint(Endpoint):
     """Answers with what the handler returns, which is cancelled when the client goes away."""
 
-    async def answer(self, request: Request, data: bytes, send: Send) -> None:
+    async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Check the body and have the handler answer it."""
         large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
         check = partial(self._checked, request.headers, data)

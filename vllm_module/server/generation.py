@@ -105,7 +105,7 @@ class Continuation:
         """
         told: dict[int, tuple[int, int]] = {}  # characters and tokens of each choice
         ended = set[int]()
-        begin = 0 if self._generates else sys.maxsize
+        nothing = (0, 0) if self._generates else (sys.maxsize, sys.maxsize)
         outputs = self._llm.serve(
             self.prompts, self.params, self.name, every_token=self.body.stream
         )
@@ -117,7 +117,7 @@ class Continuation:
                     raise ApiError(400 if own else 500, output.error)
                 for sample in output.outputs:
                     index = prompt * self.params.n + sample.index
-                    characters, tokens = told.get(index, (begin, begin))
+                    characters, tokens = told.get(index, nothing)
                     ids = sample.token_ids[tokens:]
                     if index in ended or not (ids or sample.finish_reason):
                         continue
@@ -126,7 +126,7 @@ class Continuation:
                         output,
                         sample.text[characters:],
                         ids,
-                        (sample.logprobs or [])[tokens:],
+                        sample.logprobs[tokens:] if sample.logprobs else [],
                         index not in told,
                         sample.finish_reason,
                         sample.stop_reason,
