@@ -31,6 +31,7 @@ class Stub:
 
     code: int | None = None
     hangs = False
+    waits = False  # behind the pieces
 
     def __init__(
         self, status: int, *pieces: bytes, kind: str = "application/json", ends: bool = False
@@ -47,6 +48,8 @@ class Stub:
         async def body() -> AsyncIterator[bytes]:
             for piece in self.pieces:
                 yield piece
+            if self.waits:
+                await asyncio.Event().wait()
             if self.ends:
                 raise BackendError("ended")
 

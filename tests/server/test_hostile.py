@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from vllm_module.server.completions import CompletionBody
+from vllm_module.server.choices import CompletionBody
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import HandlerEndpoint, Keys
 from vllm_module.server.errors import ApiError
@@ -112,11 +112,11 @@ def numbers_of_every_length() -> list[str]:
 
 
 def an_endpoint() -> HandlerEndpoint:
-    async def handler(state: Any, body: Any) -> str:
+    async def handler(state: Any, body: CompletionBody) -> str:
         return ""
 
     keys = Keys([], [])
-    return HandlerEndpoint("/", "open", CompletionBody, handler, None, keys, Limits())
+    return HandlerEndpoint("/", "open", handler, None, keys, Limits())
 
 
 @pytest.mark.parametrize("number", [b"1e999", b"1" + b"0" * 400 + b".5"])

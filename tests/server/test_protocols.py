@@ -284,6 +284,18 @@ def test_stop_sequences_and_limits_in_messages(served: Any) -> None:
     assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 1)
 
 
+def test_a_message_without_text_has_an_empty_block(served: Any) -> None:
+    """As clients expect one, whatever the model has written; its stream has none."""
+    stop = {"stop_sequences": ["a"], "structured_outputs": {"choice": ["a"]}}
+    status, answer = served.ask("POST", "/v1/messages", {"model": MODEL, **HI, **stop})
+    assert (status, answer["stop_reason"]) == (200, "stop_sequence")
+    assert answer["content"] == [{"type": "text", "text": "", "citations": None}]
+    events = events_of(served, "/v1/messages", {**HI, **stop})
+    kinds = [event["type"] for event in events]
+    assert kinds == ["message_start", "message_delta", "message_stop"]
+    assert events[0]["message"]["content"] == []
+
+
 def test_counts_of_tokens_are_those_of_every_protocol(served: Any) -> None:
     """A prompt that was there before: Anthropic's input lacks what was cached, others have all."""
     text = "the same long message of more than a page of the cache " * 3

@@ -45,29 +45,55 @@ def test_of_responses(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'data: {"error":{"message":"a step failed"' in text  # OpenAI's chunks have no type
 
 
-def test_of_responses_behind_a_front() -> None:
-    """The front counts what it has passed on."""
+def behind_a_front(stub: Any, stopped: bool = False) -> list[bytes]:
+    """Return what a client of /v1/responses has of a stub's stream, in pieces."""
     sent: list[Any] = []
-    begun = [b'event: a\ndata: {"sequence_number": %d}\n\n' % number for number in range(5)]
-    stub = STUBS["Stub"](200, b"".join(begun[:3]), *begun[3:], kind="text/event-stream", ends=True)
     front = Front()
     front.backends = STUBS["engines"]()
     front.backends.all = [stub]  # type: ignore[union-attr]
     app = front_application(front, Keys([], []), Limits())
     waiting = [{"type": "http.request", "body": b"{}"}]
+    begun = asyncio.Event()
 
     async def receive() -> Any:
         return waiting.pop() if waiting else await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
         sent.append(message)
+        if message.get("body", b"") == stub.pieces[-1]:
+            begun.set()
 
     scope = {
         "type": "http", "method": "POST", "path": "/v1/responses", "root_path": "",
         "query_string": b"", "headers": [],
     }  # fmt: skip
-    asyncio.run(app(scope, receive, send))
-    *_, name, data = b"".join(each.get("body", b"") for each in sent).decode().split("\n")[:-2]
+
+    async def ask() -> None:
+        task = asyncio.ensure_future(app(scope, receive, send))
+        if stopped:
+            await begun.wait()
+            task.cancel()  # as uvicorn does
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await asyncio.wait([task])
+
+    asyncio.run(ask())
+    return [each["body"] for each in sent if "body" in each]
+
+
+BEGUN = [b'event: a\ndata: {"sequence_number": %d}\n\n' % number for number in range(5)]
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["ended", "stopped"])
+def test_of_responses_behind_a_front(stopped: bool) -> None:
+    """The front counts what it has passed on, where the engine ends and where the front stops."""
+    kind = "text/event-stream"
+    stub = STUBS["Stub"](200, b"".join(BEGUN[:3]), *BEGUN[3:], kind=kind, ends=not stopped)
+    stub.waits = stopped
+    sent = b"".join(behind_a_front(stub, stopped))
+    assert sent.startswith(b"".join(BEGUN))
+    *_, name, data = sent.decode().split("\n")[:-2]
     event = json.loads(data.removeprefix("data: "))
     assert (name, event["sequence_number"]) == ("event: error", 5)
+    assert ("the server has stopped" in event["error"]["message"]) == stopped
     ERROR.validate(event)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from itertools import pairwise
 from typing import Any, Literal
 
 import openai
@@ -13,8 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from vllm_module.runtime.outputs import RequestOutput
-from vllm_module.server.generation import ChoiceDelta, Continuation
+from vllm_module.runtime.outputs import CompletionOutput, RequestOutput
 from vllm_module.server.protocol import ChatBody
 from vllm_module.server.tools import AnswerForm, Formats
 
@@ -112,16 +110,15 @@ def test_each_choice_has_its_own_form(
     texts = [CALL * count or f"text {index}" for index, count in enumerate(calls)]
     left = [count if parallel else min(count, 1) for count in calls]
 
-    async def deltas(self: Continuation) -> AsyncIterator[ChoiceDelta]:
-        output = RequestOutput("r", None, [1], [], False)
-        cuts = (0, 5, None) if self.body.stream else (0, None)
-        for begin, end in pairwise(cuts):
-            for index, text in enumerate(texts):
-                reason = "stop" if end is None else None
-                first = begin == 0
-                yield ChoiceDelta(index, output, text[begin:end], [1], [], first, reason, None)
+    async def serve(*_: Any, every_token: bool) -> AsyncIterator[tuple[int, RequestOutput]]:
+        samples = [CompletionOutput(index, "", [], None, None) for index in range(3)]
+        for length in (5, None) if every_token else (None,):
+            for sample, text in zip(samples, texts, strict=True):
+                sample.text, sample.token_ids = text[:length], [*sample.token_ids, 1]
+                sample.finish_reason = "stop" if length is None else None
+                yield 0, RequestOutput("r", None, [1], samples, False)
 
-    monkeypatch.setattr(Continuation, "deltas", deltas)
+    monkeypatch.setattr(server.llm, "serve", serve)
     body = {"tools": [WEATHER], "n": 3, "parallel_tool_calls": parallel}
     choices = create(server, **body).choices
     assert [choice.index for choice in choices] == [0, 1, 2]

@@ -12,46 +12,39 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_module.server import chat, completions, messages, operations, responses, tokens
+from vllm_module.server import choices, messages, operations, responses, tokens
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import Endpoint, Handler, HandlerEndpoint, Keys, Right
 from vllm_module.server.errors import ApiError
-from vllm_module.server.json_answer import json_response
+from vllm_module.server.json_body import json_response
 from vllm_module.server.page import page
-from vllm_module.server.protocol import Body, ChatBody
 from vllm_module.server.state import State
 
 # Those of text come first, because they are tried in turn.
-ROUTES: tuple[tuple[str, str, Right, type[Body], Handler], ...] = (
-    ("POST", "/v1/completions", "api", completions.CompletionBody, completions.completions),
-    ("POST", "/v1/chat/completions", "api", ChatBody, chat.chat_completions),
-    ("POST", "/v1/responses", "api", responses.ResponsesBody, responses.responses),
-    ("POST", "/v1/messages", "api", messages.MessagesBody, messages.messages),
-    ("POST", "/v1/embeddings", "api", tokens.EmbeddingBody, tokens.embeddings),
-    ("POST", "/tokenize", "api", tokens.TokenizeBody, tokens.tokenize),
-    ("POST", "/detokenize", "api", tokens.DetokenizeBody, tokens.detokenize),
-    ("GET", "/health", "open", Body, operations.health),
-    ("GET", "/ready", "open", Body, operations.ready),
-    ("GET", "/version", "open", Body, operations.version),
-    ("GET", "/metrics", "open", Body, operations.metrics),
-    ("GET", "/v1/models", "api", Body, operations.models),
-    ("GET", "/summary", "api", Body, operations.summary),
-    ("GET", "/weight_version", "api", Body, operations.weight_version),
-    ("GET", "/get_world_size", "api", Body, operations.world_size),
-    ("GET", "/server_info", "api", Body, operations.server_info),
-    ("POST", "/reset_prefix_cache", "admin", Body, operations.reset_prefix_cache),
-    ("POST", "/pause", "admin", operations.PauseBody, operations.pause),
-    ("POST", "/resume", "admin", Body, operations.resume),
-    ("POST", "/update_weights", "admin", operations.UpdateBody, operations.update_weights),
-    ("POST", "/v1/load_lora_adapter", "admin", operations.LoadAdapterBody, operations.load_adapter),
-    (
-        "POST",
-        "/v1/unload_lora_adapter",
-        "admin",
-        operations.UnloadAdapterBody,
-        operations.unload_adapter,
-    ),
-    ("POST", "/abort", "admin", operations.AbortBody, operations.abort),
+ROUTES: tuple[tuple[str, str, Right, Handler], ...] = (
+    ("POST", "/v1/completions", "api", choices.completions),
+    ("POST", "/v1/chat/completions", "api", choices.chat_completions),
+    ("POST", "/v1/responses", "api", responses.responses),
+    ("POST", "/v1/messages", "api", messages.messages),
+    ("POST", "/v1/embeddings", "api", tokens.embeddings),
+    ("POST", "/tokenize", "api", tokens.tokenize),
+    ("POST", "/detokenize", "api", tokens.detokenize),
+    ("GET", "/health", "open", operations.health),
+    ("GET", "/ready", "open", operations.ready),
+    ("GET", "/version", "open", operations.version),
+    ("GET", "/metrics", "open", operations.metrics),
+    ("GET", "/v1/models", "api", operations.models),
+    ("GET", "/summary", "api", operations.summary),
+    ("GET", "/weight_version", "api", operations.weight_version),
+    ("GET", "/get_world_size", "api", operations.world_size),
+    ("GET", "/server_info", "api", operations.server_info),
+    ("POST", "/reset_prefix_cache", "admin", operations.reset_prefix_cache),
+    ("POST", "/pause", "admin", operations.pause),
+    ("POST", "/resume", "admin", operations.resume),
+    ("POST", "/update_weights", "admin", operations.update_weights),
+    ("POST", "/v1/load_lora_adapter", "admin", operations.load_adapter),
+    ("POST", "/v1/unload_lora_adapter", "admin", operations.unload_adapter),
+    ("POST", "/abort", "admin", operations.abort),
 )
 
 
@@ -68,8 +61,8 @@ def application(state: State, keys: Keys, limits: Limits) -> Starlette:
 def routed(endpoint: type[Endpoint], state: Any, keys: Keys, limits: Limits) -> Starlette:
     """Return an application with an endpoint for each path, and the page."""
     routes = [
-        Route(path, endpoint(path, right, kind, handler, state, keys, limits), methods=[method])
-        for method, path, right, kind, handler in ROUTES
+        Route(path, endpoint(path, right, handler, state, keys, limits), methods=[method])
+        for method, path, right, handler in ROUTES
     ]
     routes.append(Route("/", page(), methods=["GET"]))
     return Starlette(routes=routes, exception_handlers={HTTPException: unanswered})

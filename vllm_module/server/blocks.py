@@ -45,22 +45,27 @@ class Blocks:
         self.ended: list[Block] = []
         self._open: Block | None = None
 
-    def feed(self, deltas: Iterable[Delta]) -> Iterator[Change]:
-        """Yield what happens to blocks: each begins, gets more text, and ends."""
+    def feed(self, deltas: Iterable[Delta], ends: bool = False) -> Iterator[Change]:
+        """Yield what happens to blocks: each begins, gets more text, and ends.
+
+        ``ends`` tells that these deltas are the last ones.
+        """
         for delta in deltas:
             if delta.reasoning:
                 yield from self._more("reasoning", delta.reasoning)
             if delta.content:
                 yield from self._more("text", delta.content)
             if delta.tool_call is not None:
-                yield from self.finish()
+                yield from self._end()
                 text = delta.tool_call.arguments
                 self._open = Block(len(self.ended), "call", text, delta.tool_call)
                 yield "begin", self._open, ""
                 yield "more", self._open, text
-                yield from self.finish()
+                yield from self._end()
+        if ends:
+            yield from self._end()
 
-    def finish(self) -> Iterator[Change]:
+    def _end(self) -> Iterator[Change]:
         """End the block that is open, if one is."""
         if self._open is not None:
             self.ended.append(self._open)
@@ -69,7 +74,7 @@ class Blocks:
 
     def _more(self, kind: Literal["text", "reasoning"], text: str) -> Iterator[Change]:
         if self._open is None or self._open.kind != kind:
-            yield from self.finish()
+            yield from self._end()
             self._open = Block(len(self.ended), kind)
             yield "begin", self._open, ""
         self._open.text += text

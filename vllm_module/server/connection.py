@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vllm_module.server.errors import ApiError
-from vllm_module.server.json_answer import json_response
+from vllm_module.server.json_body import json_response
 
 
 @dataclass(frozen=True)

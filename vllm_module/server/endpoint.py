@@ -9,7 +9,8 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_type_hints
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -18,14 +19,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_module.server.connection import Limits
 from vllm_module.server.errors import ApiError, as_api_error
-from vllm_module.server.json_answer import encode, json_response
-from vllm_module.server.json_body import read_json
+from vllm_module.server.json_body import encode, json_response, read_json
 from vllm_module.server.protocol import Body
 
 Events = AsyncGenerator[dict[str, Any], None]
 Answer = dict[str, Any] | list[Any] | str | Events
 Handler = Callable[[Any, Any], Awaitable[Answer]]
 Right = Literal["open", "api", "admin"]
+# Sends a message of ASGI, and is told of how many events it is, if not of one.
+CountingSend = Callable[..., Awaitable[None]]
 
 SMALL_BODY = 1 << 16  # bytes of a body that is checked before another request is
 _STREAMED = [
@@ -80,49 +82,56 @@ class Endpoint:
     Attributes:
         path: the path.
         right: who may ask.
-        kind: the class of the body; without fields, the request has none.
         handler: function from the server's state and a checked body to a JSON value, a text, or
             events to stream.
         state: of the server.
         keys, limits: of the server.
+        kind: the class of the body, which the handler tells; without fields, there is none.
 
     """
 
     path: str
     right: Right
-    kind: type[Body]
     handler: Handler
     state: Any
     keys: Keys
     limits: Limits
 
+    def __post_init__(self) -> None:
+        self.kind: type[Body] = get_type_hints(self.handler)["body"]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        request, begun = Request(scope, receive), False
+        request = Request(scope, receive)
+        sent: int | None = None  # events, once the answer has begun
 
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
+        async def counting(message: Message, events: int = 1) -> None:
+            nonlocal sent
+            sent = 0 if sent is None else sent + events
             await send(message)
-
-        async def tell(error: ApiError) -> None:
-            response = json_response(self.kind.told(error), error.status)
-            await response(scope, receive, send)
 
         try:
             self.keys.check(request.headers, self.right)
-            await self.answer(request, await self._received(request), noted)
+            await self.answer(request, await self._received(request), counting)
         except ClientDisconnect:
             return
-        except Exception as error:
-            await tell(_told(error))
-        except asyncio.CancelledError:
-            if not begun:
-                await tell(_stopped())
-            raise
+        except (Exception, asyncio.CancelledError) as error:
+            told = as_api_error(error)
+            if told.status == 500:
+                _log.error("a request failed: %s", told.message, exc_info=error)
+            if sent is None:
+                await json_response(self.kind.told(told), told.status)(scope, receive, send)
+            else:  # its end is an event, too
+                await send(event_message(self.kind.told_within(told, sent)))
+                await send({"type": "http.response.body", "body": b""})
+            if isinstance(error, asyncio.CancelledError):
+                raise
 
-    async def answer(self, request: Request, data: bytes, send: Send) -> None:
-        """Answer a request that has a key. What this raises is told to the client."""
+    async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
+        """Answer a request that has a key. What this raises is told to the client.
+
+        It is told as an event if the answer has begun.
+        """
         raise NotImplementedError
 
     async def _received(self, request: Request) -> bytes:
@@ -151,13 +160,11 @@ class Endpoint:
 class HandlerEndpoint(Endpoint):
     """Answers with what the handler returns, which is cancelled when the client goes away."""
 
-    async def answer(self, request: Request, data: bytes, send: Send) -> None:
+    async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Check the body and have the handler answer it."""
         large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
-        if large:
-            body = await asyncio.to_thread(self._checked, request.headers, data)
-        else:
-            body = self._checked(request.headers, data)
+        check = partial(self._checked, request.headers, data)
+        body = await asyncio.to_thread(check) if large else check()
         await work_until_gone(self._work(body, request, send, large), request.receive)
 
     def _checked(self, headers: Headers, data: bytes) -> Body:
@@ -183,28 +190,17 @@ class HandlerEndpoint(Endpoint):
         await response(request.scope, request.receive, send)
 
     async def _send_events(self, send: Send, events: Events) -> None:
-        """Send server-sent events; an error before the first one is raised, and later is one.
+        """Send server-sent events. The answer begins with the first one, which may raise.
 
-        Events that have a type are named by it. Others are OpenAI's chunks, which ``[DONE]`` ends,
-        unless an error does.
+        Events that have a type are named by it. Others are OpenAI's chunks, which ``[DONE]`` ends.
         """
         async with aclosing(events):
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": _STREAMED})
             await send(event_message(first))
-            end = b"" if "type" in first else b"data: [DONE]\n\n"
-            sent = 1
-            try:
-                async for each in events:
-                    await send(event_message(each))
-                    sent += 1
-            except Exception as error:
-                await send(event_message(self.kind.told_within(_told(error), sent)))
-                end = b""
-            except asyncio.CancelledError:  # where the client has gone, this goes nowhere
-                await send(event_message(self.kind.told_within(_stopped(), sent)))
-                await send({"type": "http.response.body", "body": b""})
-                raise
+            async for each in events:
+                await send(event_message(each))
+        end = b"" if "type" in first else b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": end})
 
 
@@ -224,19 +220,6 @@ async def work_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> 
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _stopped() -> ApiError:
-    """Return what a client is told whose request takes longer than a server that stops allows."""
-    return ApiError(503, "the server has stopped, before the end of this request: send it again")
-
-
-def _told(error: Exception) -> ApiError:
-    """Return what a client is told of an error; log those that are no client's."""
-    told = as_api_error(error)
-    if told.status == 500:
-        _log.error("a request failed: %s", told.message, exc_info=error)
-    return told
 
 
 def event_message(value: dict[str, Any]) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from vllm_module.base.messages import describe_error
@@ -40,8 +41,11 @@ def loading() -> ApiError:
     return ApiError(503, "the model is loading: try again later", code="loading")
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Return what a client is told of an error: its own mistakes are 400, the engine's 5xx."""
+def as_api_error(error: BaseException) -> ApiError:
+    """Return what a client is told of an error: its own mistakes are 400, the engine's 5xx.
+
+    A request is cancelled if it takes longer than a server that stops allows.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineBusyError):
@@ -50,6 +54,9 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="not_ready")
     if isinstance(error, ValueError):
         return ApiError(400, in_http(str(error)))
+    if isinstance(error, asyncio.CancelledError):
+        stopped = "the server has stopped, before the end of this request: send it again"
+        return ApiError(503, stopped)
     return ApiError(500, describe_error(error))
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.types import Send
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.app import routed
@@ -26,14 +25,13 @@ from vllm_module.server.backends import (
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import (
     SMALL_BODY,
+    CountingSend,
     Endpoint,
     Keys,
-    event_message,
     work_until_gone,
 )
 from vllm_module.server.errors import ApiError, loading
-from vllm_module.server.json_answer import json_response
-from vllm_module.server.json_body import read_json
+from vllm_module.server.json_body import json_response, read_json
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # What each engine has of its own, so all of them have to do it.
@@ -119,7 +117,7 @@ class _Whole(NamedTuple):
     headers: list[tuple[bytes, bytes]]
     data: bytes
 
-    async def send(self, send: Send) -> None:
+    async def send(self, send: CountingSend) -> None:
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         await send({"type": "http.response.body", "body": self.data})
 
@@ -127,7 +125,7 @@ class _Whole(NamedTuple):
 class _Forward(Endpoint):
     """Gives the requests of one path to backends."""
 
-    async def answer(self, request: Request, data: bytes, send: Send) -> None:
+    async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Ask one backend or all of them."""
         backends = self.state.loaded()
         headers = [each for each in request.headers.raw if each[0] in _FORWARDED]
@@ -145,7 +143,7 @@ class _Forward(Endpoint):
         else:
             await work_until_gone(self._by_one(backends, asked, send), request.receive)
 
-    async def _by_one(self, backends: Backends, asked: _Asked, send: Send) -> None:
+    async def _by_one(self, backends: Backends, asked: _Asked, send: CountingSend) -> None:
         """Give the request to a backend, and to another if the first has no room or ends before.
 
         Those that end before they have answered are ``_TRIES`` at most: the request may be what
@@ -173,7 +171,9 @@ class _Forward(Endpoint):
                 raise _ended(backends)
             await answer.send(send)
 
-    async def _ask(self, backend: Any, asked: _Asked, send: Send | None = None) -> _Whole | None:
+    async def _ask(
+        self, backend: Any, asked: _Asked, send: CountingSend | None = None
+    ) -> _Whole | None:
         """Return the whole answer of a backend; ``None`` if it was a stream, passed on to ``send``.
 
         Raises :class:`BackendError` if the backend ends before it has answered. Its process may
@@ -190,10 +190,10 @@ class _Forward(Endpoint):
             raise BackendError("its engine has ended")
         return whole
 
-    async def _stream(self, answer: BackendAnswer, send: Send) -> None:
-        """Pass whole events on; if the backend ends after the first one, the last is an error."""
+    async def _stream(self, answer: BackendAnswer, send: CountingSend) -> None:
+        """Pass whole events on. If the backend ends after the first one, that is an error."""
         begin = {"type": "http.response.start", "status": 200, "headers": answer.headers}
-        begun, rest, sent = False, b"", 0
+        begun, rest = False, b""
         try:
             async for piece in answer.body:
                 events, end, rest = (rest + piece).rpartition(b"\n\n")
@@ -201,14 +201,12 @@ class _Forward(Endpoint):
                     begun = True
                     await send(begin)
                 if end:
-                    sent += events.count(b"\n\n") + 1
                     body = {"type": "http.response.body", "body": events + end, "more_body": True}
-                    await send(body)
-        except BackendError:
+                    await send(body, events.count(b"\n\n") + 1)
+        except BackendError as error:
             if not begun:
                 raise
-            error = ApiError(500, "the engine of this request has ended")
-            rest = event_message(self.kind.told_within(error, sent))["body"]
+            raise ApiError(500, "the engine of this request has ended") from error
         if not begun:
             await send(begin)
         await send({"type": "http.response.body", "body": rest})
@@ -217,7 +215,7 @@ class _Forward(Endpoint):
         """Give the request to all backends; return the first refusal, or the first answer."""
         return self._one_of(backends, await self._each(backends, backends.alive(), asked))
 
-    async def _metrics(self, backends: Backends, asked: _Asked, send: Send) -> None:
+    async def _metrics(self, backends: Backends, asked: _Asked, send: CountingSend) -> None:
         """Join the metrics of all backends that answer in time."""
         told = await self._each(backends, backends.alive(), asked, _SCRAPE)
         answers = [each for each in told if each.status == 200]

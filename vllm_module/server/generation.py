@@ -1,25 +1,27 @@
-"""What answers of text have in common: parameters, deltas of choices, usage, OpenAI's choices."""
+"""What answers of text have in common: parameters, deltas of choices, and usage."""
 
 from __future__ import annotations
 
-import time
+import asyncio
+import sys
+import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.server.endpoint import Events
 from vllm_module.server.errors import ApiError, field_error
 from vllm_module.server.growing_text import Delta
-from vllm_module.server.protocol import GenerationBody, StreamOptions
-from vllm_module.server.state import State, new_id
+from vllm_module.server.parsers import Parser
+from vllm_module.server.protocol import GenerationBody
+from vllm_module.server.state import State
+from vllm_module.server.tools import AnswerForm
 
-_LEAST = -9999.0  # JSON has no infinity
-# What makes a chunk worth sending.
-_SHOWN = ("text", "delta", "logprobs", "finish_reason", "token_ids")
+_BEFORE = 4  # tokens of the prompt, on which the text of the first ones after it may depend
 
 
 @dataclass
@@ -54,13 +56,17 @@ class Continuation:
         state, body: the server, and the request.
         kind: the beginning of the answer's id.
         prompts: the prompts, each a mapping.
-        generates: False if generated tokens are not shown.
-        wanted: parameters, beside those of the body; those that are ``None``, and others, are those
-            of generation_config.json.
+        form: that of the answers to the only one, a conversation: their texts are parsed.
+        wanted: parameters, unless the body has them among those for sampling; those that are
+            ``None``, and others, are those of generation_config.json. With 0 as ``max_tokens``, one
+            is generated, and not shown.
 
     Attributes:
         name: id of the request.
         params: the parameters.
+        calls: number of calls in each choice so far.
+        reasoning_tokens: number of tokens of reasoning in each choice that has ended.
+        last: the last piece of a choice that has ended.
 
     """
 
@@ -70,25 +76,27 @@ class Continuation:
         body: GenerationBody,
         kind: str,
         prompts: Sequence[Mapping[str, Any]],
-        *,
-        generates: bool = True,
+        form: AnswerForm | None = None,
         **wanted: Any,
     ) -> None:
-        self.state, self.body, self.name = state, body, new_id(kind)
-        about = state.adapter(body.model)
-        if body.cache_salt is not None:
-            about["cache_salt"] = body.cache_salt
+        self.state, self.body, self.name = state, body, f"{kind}-{uuid.uuid4().hex}"
+        about = {"adapter": state.adapter(body.model), "cache_salt": body.cache_salt}
         self.prompts = [{**prompt, **about} for prompt in prompts]
         self._llm = state.engine(body.model)
         defaults = self._llm.llm.get_default_sampling_params()
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
         given = {name: value for name, value in wanted.items() if value is not None}
+        self._generates = given.get("max_tokens") != 0
+        if not self._generates:
+            given["max_tokens"] = 1
         try:
-            self.params = SamplingParams.from_optional(**{**recommended, **body.sampling, **given})
+            self.params = SamplingParams.from_optional(**{**recommended, **given, **body.sampling})
         except ValueError as error:
             raise field_error(error) from None
-        self._generates = generates
         self._outputs: dict[int, RequestOutput] = {}
+        self._form, self._parsers = form, dict[int, Parser]()
+        self.calls, self.reasoning_tokens = Counter[int](), Counter[int]()
+        self.last: ChoiceDelta | None = None
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield what is new of each choice: for each token of a stream, else once.
@@ -97,6 +105,7 @@ class Continuation:
         """
         told: dict[int, tuple[int, int]] = {}  # characters and tokens of each choice
         ended = set[int]()
+        nothing = (0, 0) if self._generates else (sys.maxsize, sys.maxsize)
         outputs = self._llm.serve(
             self.prompts, self.params, self.name, every_token=self.body.stream
         )
@@ -108,16 +117,16 @@ class Continuation:
                     raise ApiError(400 if own else 500, output.error)
                 for sample in output.outputs:
                     index = prompt * self.params.n + sample.index
-                    characters, tokens = told.get(index, (0, 0))
+                    characters, tokens = told.get(index, nothing)
                     ids = sample.token_ids[tokens:]
                     if index in ended or not (ids or sample.finish_reason):
                         continue
-                    yield ChoiceDelta(
+                    delta = ChoiceDelta(
                         index,
                         output,
                         sample.text[characters:],
                         ids,
-                        (sample.logprobs or [])[tokens:],
+                        sample.logprobs[tokens:] if sample.logprobs else [],
                         index not in told,
                         sample.finish_reason,
                         sample.stop_reason,
@@ -125,6 +134,39 @@ class Continuation:
                     told[index] = max(characters, len(sample.text)), len(sample.token_ids)
                     if sample.finish_reason is not None:
                         ended.add(index)
+                        self.last = delta
+                    if self._form is not None:
+                        await self._parse(delta, self._form)
+                    yield delta
+
+    async def _parse(self, delta: ChoiceDelta, form: AnswerForm) -> None:
+        """Add the parts that the text has become; at its end, count the tokens of reasoning."""
+        if delta.first:
+            self._parsers[delta.index] = form.parser(self.prompts[0]["prompt"])
+        parser = self._parsers[delta.index]
+        parts = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+            if parser.reasoned:  # the text is decoded several times
+                count = await asyncio.to_thread(self._count_reasoning, delta)
+                self.reasoning_tokens[delta.index] = count
+        found = []
+        for part in parts:
+            if part.tool_call is not None:
+                if self.calls[delta.index] == form.most_calls:
+                    continue
+                self.calls[delta.index] += 1
+            found.append(part)
+        delta.parts = found
+
+    def _count_reasoning(self, delta: ChoiceDelta) -> int:
+        tokenizer, skips = self.state.tokenizer(), self.params.skip_special_tokens
+        before = delta.output.prompt_token_ids[-_BEFORE:]
+        begin = len(tokenizer.decode(before, skips))
+        (ids,) = [each.token_ids for each in delta.output.outputs if each.index == delta.index]
+        return self._parsers[delta.index].reasoning_tokens(
+            ids, lambda some: tokenizer.decode([*before, *some], skips)[begin:]
+        )
 
     def usage(self, generated: bool = True) -> dict[str, Any]:
         """Return the counts of tokens, so far."""
@@ -132,7 +174,7 @@ class Continuation:
         prompt = sum(len(each.prompt_token_ids) for each in outputs)
         tokens = sum(len(sample.token_ids) for each in outputs for sample in each.outputs)
         tokens = tokens if generated and self._generates else 0
-        return {
+        counts = {
             "prompt_tokens": prompt,
             "completion_tokens": tokens,
             "total_tokens": prompt + tokens,
@@ -140,88 +182,7 @@ class Continuation:
                 "cached_tokens": sum(each.num_cached_tokens or 0 for each in outputs)
             },
         }
-
-
-class ChoicesAnswer:
-    """The answer to a request in which OpenAI's clients find choices, whole or as chunks.
-
-    Args:
-        generation: what is answered.
-        kind: the name of what is answered, in the protocol.
-
-    Attributes:
-        uncounted: what a chunk has in place of ``usage`` if the request does not ask for it.
-
-    """
-
-    uncounted: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, generation: Continuation, kind: str) -> None:
-        self._generation = generation
-        self._options = generation.body.stream_options or StreamOptions()
-        self._head = {
-            "id": generation.name,
-            "object": kind,
-            "created": int(time.time()),
-            "model": generation.body.model or generation.state.names[0],
-        }
-
-    async def whole(self) -> dict[str, Any]:
-        """Return all choices."""
-        choices, beside = [], dict[str, Any]()
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for delta in deltas:
-                choices.append(self.choice(delta))
-                beside = self.beside(delta)
-        choices.sort(key=lambda choice: choice["index"])
-        usage = self._generation.usage()
-        return {**self._head, **beside, "choices": choices, "usage": usage}
-
-    async def events(self) -> Events:
-        """Yield chunks, and the counts of tokens if the request asks for them."""
-        usage, last = self._generation.usage, self._options.include_usage
-        counted = last and self._options.continuous_usage_stats
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.first and (begin := self.begin(delta)) is not None:
-                    counts = {"usage": usage(generated=False)} if counted else self.uncounted
-                    yield {**self._head, **self.beside(delta), "choices": [begin], **counts}
-                for choice in self.chunks(delta):
-                    if any(map(choice.get, _SHOWN)):
-                        counts = {"usage": usage()} if counted else self.uncounted
-                        yield {**self._head, "choices": [choice], **counts}
-        if last:
-            yield {**self._head, "choices": [], "usage": usage()}
-
-    def choice(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the choice of a whole answer or of a chunk."""
-        raise NotImplementedError
-
-    def chunks(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        """Return the choices of the chunks that tell of a delta."""
-        return [self.choice(delta)]
-
-    def begin(self, delta: ChoiceDelta) -> dict[str, Any] | None:
-        """Return a choice that is told before the first one has anything."""
-        return None
-
-    def beside(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return what a whole answer, or the chunk that begins, has beside its choices."""
-        return {}
-
-
-def token_text(token_id: int, logprob: Logprob, *, as_id: bool) -> str:
-    """Return the text of a token, or ``token_id:`` and its number."""
-    if as_id or logprob.decoded_token is None:
-        return f"token_id:{token_id}"
-    return logprob.decoded_token
-
-
-def ranked(entry: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    """Return the tokens of an entry, the most probable first."""
-    return sorted(entry.items(), key=lambda each: each[1].rank)
-
-
-def bounded(logprob: Logprob) -> float:
-    """Return the number as JSON can have it."""
-    return max(logprob.logprob, _LEAST)
+        if self._form is not None:
+            reasoning = self.reasoning_tokens.total() if generated else 0
+            counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return counts

@@ -1,17 +1,21 @@
-"""The JSON value of a body, read so that no client's body holds up the others for long."""
+"""The JSON values of bodies, read and written so that no body holds up the others for long."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pydantic_core
+from starlette.responses import Response
 
 from vllm_module.server.errors import ApiError
 
 _PIECE = 1 << 16  # bytes that are looked at together, even
 _DOUBLED = 1, 2, 4, 8, 16, 32  # of 64 digits in a row
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_HEADERS = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
 
 
 def read_json(data: bytes, most: int) -> Any:
@@ -73,3 +77,22 @@ def _has_large_number(text: Any, outside: Any) -> bool:
     for step in _DOUBLED:
         digits = digits[step:] & digits[:-step]
     return bool(np.any(digits))
+
+
+def encode(value: object, in_parts: bool = False) -> bytes:
+    """Return a value as JSON; half of a surrogate pair becomes a question mark."""
+    # At once, the encoder holds the GIL until all of a value is encoded.
+    text = "".join(_ENCODER.iterencode(value)) if in_parts else _ENCODER.encode(value)
+    return text.encode(errors="replace")
+
+
+def json_response(
+    value: object,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    *,
+    in_parts: bool = False,
+) -> Response:
+    """Return a JSON value as an answer; in parts, other threads run while it is encoded."""
+    headers = {**_HEADERS.get(status, {}), **(headers or {})}
+    return Response(encode(value, in_parts), status, headers, "application/json")

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import aclosing
 from typing import Any, Literal
 
 from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import Conversation, as_function, checked_message
-from vllm_module.server.endpoint import Answer, Events
+from vllm_module.server.conversation import BlocksAnswer, as_function, begin, checked_messages
+from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import (
     ONE_ANSWER,
@@ -28,7 +27,8 @@ from vllm_module.server.protocol import (
 from vllm_module.server.state import State
 from vllm_module.server.tools import Formats
 
-_STOP_REASONS = {"length": "max_tokens", "abort": "end_turn"}
+_STOP_REASONS = {"length": "max_tokens"}  # else the end of the model's turn
+_CHANGES = {"begin": "start", "more": "delta", "end": "stop"}
 _DELTAS = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -83,7 +83,7 @@ class MessagesBody(ConversationBody):
 async def messages(state: State, body: MessagesBody) -> Answer:
     """Answer a conversation."""
     chat = _chat_body(body, _switch(body.thinking, state.formats))
-    answer = _Answer(await Conversation.begin(state, chat, "msg"))
+    answer = _Answer(await begin(state, chat, "msg"))
     return answer.events() if body.stream else await answer.whole()
 
 
@@ -105,12 +105,6 @@ def _switch(thinking: Thinking | None, formats: Formats) -> dict[str, bool]:
 
 def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -> ChatBody:
     """Return the request in OpenAI's words, with these variables of the template."""
-    listed = []
-    if body.system is not None:
-        listed.append(checked_message({"role": "system", "content": body.system}, "system"))
-    for number, message in enumerate(body.messages):
-        where = f"messages[{number}]"
-        listed += [checked_message(each, where) for each in _messages(message, where)]
     choice = body.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     chosen: Any = {"any": "required", "auto": "auto", "none": "none"}.get(str(kind))
@@ -123,7 +117,7 @@ def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -
         body.output_config.format,
         reasoning_effort=body.output_config.effort,
         chat_template_kwargs=dict(variables or {}),
-        messages=listed,
+        messages=checked_messages("messages", body.messages, _messages, body.system),
         max_tokens=body.max_tokens,
         tools=[as_function(tool, (None, "custom"), "input_schema") for tool in body.tools],
         tool_choice=chosen,
@@ -158,80 +152,63 @@ def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]
         yield {**own, "tool_calls": calls} if calls else own
 
 
-class _Answer:
-    """The message that answers one request, whole or as events."""
+class _Answer(BlocksAnswer):
+    """The message that answers one request."""
 
-    def __init__(self, conversation: Conversation) -> None:
-        self._conversation = conversation
-
-    def _head(self, content: list[Any]) -> dict[str, Any]:
-        reason, sequence = self._stop()
+    def so_far(self) -> dict[str, Any]:
+        content = [_block(block, block.text) for block in self.blocks.ended]
+        if self.conversation.last is not None and not content:
+            content.append({"type": "text", "text": "", "citations": None})
         return {
-            "id": self._conversation.name,
+            "id": self.conversation.name,
             "type": "message",
             "role": "assistant",
-            "model": self._conversation.body.model,
+            "model": self.conversation.body.model,
             "content": content,
-            "stop_reason": reason,
-            "stop_sequence": sequence,
+            **self._stop(),
             **dict.fromkeys(("stop_details", "container")),
             "usage": self._usage(),
         }
 
+    def around(self) -> list[dict[str, Any]]:
+        if self.conversation.last is None:
+            return [{"type": "message_start", "message": self.so_far()}]
+        delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        return [delta, {"type": "message_stop"}]
+
+    def changed(self, what: str, block: Block, text: str) -> list[dict[str, Any]]:
+        event: dict[str, Any] = {"type": f"content_block_{_CHANGES[what]}", "index": block.number}
+        if what == "begin":
+            event["content_block"] = _block(block, "")
+        elif what == "more":
+            kind, key = _DELTAS[block.kind]
+            event["delta"] = {"type": kind, key: text}
+        return [event]
+
     def _usage(self) -> dict[str, Any]:
-        counts = self._conversation.usage()
+        counts = self.conversation.usage()
         cached = counts["prompt_tokens_details"]["cached_tokens"]
+        thinking = counts["completion_tokens_details"]["reasoning_tokens"]
         return {
-            "input_tokens": len(self._conversation.prompts[0]["prompt_token_ids"]) - cached,
+            "input_tokens": len(self.conversation.prompts[0]["prompt_token_ids"]) - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {
-                "thinking_tokens": counts["completion_tokens_details"]["reasoning_tokens"]
-            },
+            "output_tokens_details": {"thinking_tokens": thinking},
             **dict.fromkeys(("cache_creation", "server_tool_use", "inference_geo")),
             "service_tier": "standard",
         }
 
-    def _stop(self) -> tuple[str | None, str | None]:
+    def _stop(self) -> dict[str, str | None]:
         """Return the reason and the sequence at which the message stopped."""
-        last = self._conversation.last
-        if last is None:
-            return None, None
-        if isinstance(last.stop_reason, str):
-            return "stop_sequence", last.stop_reason
-        if self._conversation.calls and last.finish_reason == "stop":
-            return "tool_use", None
-        return _STOP_REASONS.get(last.finish_reason or "", "end_turn"), None
-
-    async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._conversation.changes()) as changes:
-            async for _ in changes:
-                pass
-        content = [_block(block, block.text) for block in self._conversation.blocks.ended]
-        return self._head(content or [{"type": "text", "text": "", "citations": None}])
-
-    async def events(self) -> Events:
-        begin = {"type": "message_start", "message": self._head([])}
-        async with aclosing(self._conversation.changes()) as changes:
-            async for change in changes:
-                yield begin if change is None else _event(*change)
-        reason, sequence = self._stop()
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
-        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        yield {"type": "message_stop"}
-
-
-def _event(what: str, block: Block, text: str) -> dict[str, Any]:
-    """Return the event that tells of a change of a block."""
-    if what == "begin":
-        begun = _block(block, "")
-        return {"type": "content_block_start", "index": block.number, "content_block": begun}
-    if what == "end":
-        return {"type": "content_block_stop", "index": block.number}
-    kind, key = _DELTAS[block.kind]
-    delta = {"type": kind, key: text}
-    return {"type": "content_block_delta", "index": block.number, "delta": delta}
+        last, reason, sequence = self.conversation.last, None, None
+        if last is not None:
+            reason = _STOP_REASONS.get(str(last.finish_reason), "end_turn")
+            if isinstance(last.stop_reason, str):
+                reason, sequence = "stop_sequence", last.stop_reason
+            elif self.conversation.calls and last.finish_reason == "stop":
+                reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _block(block: Block, text: str) -> dict[str, Any]:

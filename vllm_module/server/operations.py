@@ -52,7 +52,7 @@ class AbortBody(Body):
     request_id: str
 
 
-async def health(state: State, _: Body) -> dict[str, Any]:
+async def health(state: State, body: Body) -> dict[str, Any]:
     """Answer 200 if the engine lives, 503 while it is loading or after it has ended."""
     llm = state.engine()
     try:
@@ -62,9 +62,9 @@ async def health(state: State, _: Body) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-async def ready(state: State, _: Body) -> dict[str, Any]:
+async def ready(state: State, body: Body) -> dict[str, Any]:
     """Answer 200 if requests are computed now; 503 also while the engine is paused or sleeps."""
-    await health(state, _)
+    await health(state, body)
     llm = state.engine()
     if llm.is_paused:
         raise ApiError(503, "the engine is paused", code="not_ready")
@@ -73,40 +73,39 @@ async def ready(state: State, _: Body) -> dict[str, Any]:
     return {"status": "ready"}
 
 
-async def version(_: State, __: Body) -> dict[str, Any]:
+async def version(state: State, body: Body) -> dict[str, Any]:
     """Return the version of this package."""
     return {"version": __version__}
 
 
-async def metrics(state: State, _: Body) -> str:
+async def metrics(state: State, body: Body) -> str:
     """Return the engine's metrics, between two steps."""
     found = await state.engine().call(lambda llm: llm.get_metrics())
     return prometheus_text(found, state.names[0])
 
 
-async def models(state: State, _: Body) -> dict[str, Any]:
+async def models(state: State, body: Body) -> dict[str, Any]:
     """List the names of the model, and its adapters."""
     llm = state.engine().llm
-    entries = [
-        {
+
+    def entry(name: str, root: str, parent: str | None = None) -> dict[str, Any]:
+        return {
             "id": name,
             "object": "model",
             "created": state.loaded,
             "owned_by": "vllm-module",
-            "root": llm.model_config.model,
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": llm.model_config.max_model_len,
         }
-        for name in state.names
-    ]
-    entries += [
-        {**entries[0], "id": each.name, "root": each.path, "parent": state.names[0]}
-        for each in [*llm.engine.adapters.values()]  # without the lock, which a step holds
-    ]
+
+    entries = [entry(name, llm.model_config.model) for name in state.names]
+    adapters = [*llm.engine.adapters.values()]  # without the lock, which a step holds
+    entries += [entry(each.name, each.path, state.names[0]) for each in adapters]
     return {"object": "list", "data": entries}
 
 
-async def summary(state: State, _: Body) -> dict[str, str]:
+async def summary(state: State, body: Body) -> dict[str, str]:
     """Return what was loaded and what memory it takes, as texts for people."""
     return dict(await state.engine().call(lambda llm: llm.facts()))
 
@@ -117,7 +116,7 @@ async def pause(state: State, body: PauseBody) -> dict[str, Any]:
     return {"status": "paused"}
 
 
-async def resume(state: State, _: Body) -> dict[str, Any]:
+async def resume(state: State, body: Body) -> dict[str, Any]:
     """Compute steps again."""
     await state.engine().resume()
     return {"status": "resumed"}
@@ -164,41 +163,39 @@ async def unload_adapter(state: State, body: UnloadAdapterBody) -> dict[str, Any
     return {"status": "unloaded"}
 
 
-async def weight_version(state: State, _: Body) -> dict[str, Any]:
+async def weight_version(state: State, body: Body) -> dict[str, Any]:
     """Return the name of the weights, which the last update gave."""
     return {"weight_version": state.engine().weight_version}
 
 
-async def world_size(state: State, _: Body) -> dict[str, Any]:
+async def world_size(state: State, body: Body) -> dict[str, Any]:
     """Return the number of ranks, as vLLM does."""
     return {"world_size": state.engine().llm.executor.size}
 
 
-async def server_info(state: State, _: Body) -> dict[str, Any]:
+async def server_info(state: State, body: Body) -> dict[str, Any]:
     """Return of vLLM's configuration what its clients read."""
-    config = state.engine().llm.executor.worker.config
-    adapters = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
+    llm = state.engine().llm
+    config, model = llm.executor.worker.config, llm.model_config
     parallel = {
-        "tensor_parallel_size": state.engine().llm.executor.size // config.pipeline_parallel_size,
+        "tensor_parallel_size": llm.executor.size // config.pipeline_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "data_parallel_size": config.data_parallel_size,
     }
-    model = state.engine().llm.model_config
-    return {
-        "vllm_config": {
-            "model_config": {
-                "model": model.model,
-                "max_model_len": model.max_model_len,
-                "logprobs_mode": config.logprobs_mode,
-            },
-            "parallel_config": parallel,
-            "lora_config": adapters,
-            "weight_transfer_config": None,  # vLLM's own protocol, over NCCL
-        }
+    told = {
+        "model_config": {
+            "model": model.model,
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": config.logprobs_mode,
+        },
+        "parallel_config": parallel,
+        "lora_config": {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank},
+        "weight_transfer_config": None,  # vLLM's own protocol, over NCCL
     }
+    return {"vllm_config": told}
 
 
-async def reset_prefix_cache(state: State, _: Body) -> dict[str, Any]:
+async def reset_prefix_cache(state: State, body: Body) -> dict[str, Any]:
     """Evict cached pages between two steps."""
     return {"success": await state.engine().reset_prefix_cache()}
 

@@ -79,25 +79,19 @@ class Body(Settings):
         """Check a JSON value. Raises ``ApiError`` with the name of the field at fault."""
         if not isinstance(given, dict):
             raise ApiError(400, f"the body should be a JSON object, got {shorten(given)}")
-        known: dict[str, Any] = {}
-        for name, value in given.items():
-            if value is None:
-                continue
+        known = {name: value for name, value in given.items() if value is not None}
+        for name in [*known]:
             if name in cls.unsupported:
-                values = cls.unsupported[name]
+                values, value = cls.unsupported[name], known.pop(name)
                 if ... not in values and value not in values:
-                    raise ApiError(
-                        400, f"{name} is not supported here: leave it out", name, "unsupported"
-                    )
-                continue
-            if name in cls.sampled:
-                _check_size(name, value)
+                    message = f"{name} is not supported here: leave it out"
+                    raise ApiError(400, message, name, "unsupported")
+            elif name in cls.sampled:
+                _check_size(name, known[name])
             elif name not in cls.model_fields:
                 names = [*cls.model_fields, *cls.unsupported, *SAMPLING]
-                raise ApiError(
-                    400, f"the request {unknown_name(name, names)}", name[:200], "unknown_parameter"
-                )
-            known[name] = value
+                message = f"the request {unknown_name(name, names)}"
+                raise ApiError(400, message, name[:200], "unknown_parameter")
         try:
             return cls(**known)
         except ValueError as error:

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import aclosing
 from typing import Any, Literal
 
 from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import Conversation, as_function, checked_message
-from vllm_module.server.endpoint import Answer, Events
+from vllm_module.server.conversation import BlocksAnswer, as_function, begin, checked_messages
+from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
+from vllm_module.server.generation import Continuation
 from vllm_module.server.protocol import ONE_ANSWER, ChatBody, ConversationBody, Entries, refused
 from vllm_module.server.state import State
 
-_NEVER = (
+# Entries of a response: those of the request, of its parameters, and others that are null.
+_ECHOED = {
+    "model", "instructions", "parallel_tool_calls", "reasoning", "metadata", "max_output_tokens",
+}  # fmt: skip
+_SAMPLED = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
+_UNSET = (
+    "completed_at", "incomplete_details", "usage",  # until the end
     "previous_response_id", "error", "max_tool_calls", "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
 _INCOMPLETE = {"length": "max_output_tokens"}
@@ -70,28 +76,24 @@ class ResponsesBody(ConversationBody):
 
 async def responses(state: State, body: ResponsesBody) -> Answer:
     """Answer a conversation."""
-    answer = _Answer(body, await Conversation.begin(state, _chat_body(body), "resp"))
+    answer = _Answer(body, await begin(state, _chat_body(body), "resp"))
     return answer.events() if body.stream else await answer.whole()
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:
     """Return the request in the words of chat completions."""
-    listed = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-    if isinstance(body.input, str):
-        listed.append({"role": "user", "content": body.input})
-    elif isinstance(body.input, list):
-        for number, item in enumerate(body.input):
-            where = f"input[{number}]"
-            listed += [checked_message(each, where) for each in _messages(item, where)]
-    else:
-        message = f"input should be text or a list of items, got {shorten(body.input)}"
+    items = body.input
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    elif not isinstance(items, list):
+        message = f"input should be text or a list of items, got {shorten(items)}"
         raise ApiError(400, message, "input")
     choice = body.tool_choice
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return body.as_chat(
         body.text.format,
-        messages=listed,
+        messages=checked_messages("input", items, _messages, body.instructions),
         max_tokens=body.max_output_tokens,
         tools=[as_function(tool, ("function",), "parameters") for tool in body.tools],
         tool_choice=choice,
@@ -116,37 +118,24 @@ def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
         raise ApiError(400, f"{where} {what} {shorten(item if kind is None else kind)}", "input")
 
 
-class _Answer:
-    """The response to one request, whole or as events."""
+class _Answer(BlocksAnswer):
+    """The response to one request."""
 
-    def __init__(self, body: ResponsesBody, conversation: Conversation) -> None:
-        self._body, self._conversation = body, conversation
-        self._created = int(time.time())
-        self._number = 0
+    def __init__(self, body: ResponsesBody, conversation: Continuation) -> None:
+        super().__init__(conversation)
+        self._body, self._created, self._number = body, int(time.time()), 0
 
-    async def whole(self) -> dict[str, Any]:
-        async with aclosing(self.events()) as events:
-            *_, last = [event async for event in events]
-        return dict(last["response"])
-
-    async def events(self) -> Events:
-        begin = [
-            self._event(f"response.{kind}", response=self._response())
-            for kind in ("created", "in_progress")
-        ]
-        async with aclosing(self._conversation.changes()) as changes:
-            async for change in changes:
-                for event in begin if change is None else self._changes(*change):
-                    yield event
-        response = self._response()
-        yield self._event(f"response.{response['status']}", response=response)
+    def around(self) -> list[dict[str, Any]]:
+        response = self.so_far()
+        status = response["status"]
+        kinds = ["created", status] if status == "in_progress" else [status]
+        return [self._event(f"response.{kind}", response=response) for kind in kinds]
 
     def _event(self, kind: str, **entries: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **entries}
 
-    def _changes(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
-        """Yield the events that tell of a change of an item."""
+    def changed(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
         is_call, name = block.kind == "call", _EVENTS[block.kind]
         at = {"output_index": block.number}
         where = {**at, "item_id": _id(block), **({} if is_call else {"content_index": 0})}
@@ -167,53 +156,45 @@ class _Answer:
             item = _item(block, "completed")
             yield self._event("response.output_item.done", item=item, **at)
 
-    def _response(self) -> dict[str, Any]:
-        """Return the response so far; it is in progress until its last piece has come."""
-        body, conversation = self._body, self._conversation
-        piece, params, usage = conversation.last, conversation.params, conversation.usage()
-        whole = piece is not None and piece.finish_reason == "stop"
+    def so_far(self) -> dict[str, Any]:
+        """Return the response; it is in progress until its last piece has come."""
+        body, conversation, ended = self._body, self.conversation, dict[str, Any]()
+        if (last := conversation.last) is not None:
+            ended = {"completed_at": int(time.time()), "usage": _usage(conversation.usage())}
+            ended["status"] = "completed"
+            if last.finish_reason != "stop":
+                reason = _INCOMPLETE.get(str(last.finish_reason), last.finish_reason)
+                ended.update(status="incomplete", incomplete_details={"reason": reason})
         return {
             "id": conversation.name,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if piece is not None else None,
-            "status": "in_progress" if piece is None else "completed" if whole else "incomplete",
-            "incomplete_details": None
-            if piece is None or whole
-            else {"reason": _INCOMPLETE.get(str(piece.finish_reason), piece.finish_reason)},
-            "model": body.model,
-            "instructions": body.instructions,
-            "output": [_item(block, "completed") for block in conversation.blocks.ended],
+            "status": "in_progress",
+            "output": [_item(block, "completed") for block in self.blocks.ended],
+            **body.model_dump(include=_ECHOED),
+            "text": {"format": {"type": "text"}, **body.text.model_dump(exclude_none=True)},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
             "tools": [
                 {"description": None, "parameters": None, "strict": None, **tool}
                 for tool in body.tools
             ],
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            **conversation.params.model_dump(include=_SAMPLED),
             "truncation": "disabled",
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "text": {"format": {"type": "text"}, **body.text.model_dump(exclude_none=True)},
-            "top_p": params.top_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
             "top_logprobs": 0,
-            "temperature": params.temperature,
-            "reasoning": body.reasoning.model_dump(),
-            "usage": None
-            if piece is None
-            else {
-                "input_tokens": usage["prompt_tokens"],
-                "output_tokens": usage["completion_tokens"],
-                "total_tokens": usage["total_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": usage["completion_tokens_details"],
-            },
-            "max_output_tokens": body.max_output_tokens,
             "store": False,
             "background": False,
             "service_tier": "default",
-            "metadata": body.metadata,
-            **dict.fromkeys(_NEVER),
+            **dict.fromkeys(_UNSET),
+            **ended,
         }
+
+
+def _usage(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts of tokens under the names of the protocol."""
+    return {
+        name.replace("prompt", "input").replace("completion", "output"): count
+        for name, count in counts.items()
+    }
 
 
 def _id(block: Block) -> str:

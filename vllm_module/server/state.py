@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,6 @@ from vllm_module.runtime.text.tokenizer import Tokenizer
 from vllm_module.server.errors import ApiError, loading
 from vllm_module.server.protocol import TemplateOptions
 from vllm_module.server.tools import Formats
-
-
-def new_id(kind: str) -> str:
-    """Return a new id of a request."""
-    return f"{kind}-{uuid.uuid4().hex}"
 
 
 @dataclass
@@ -50,9 +44,9 @@ class State:
             raise ApiError(404, message, "model", "model_not_found")
         return self.llm
 
-    def adapter(self, model: str | None) -> dict[str, str]:
-        """Return what a prompt says of the adapter that a request names as its model."""
-        return {} if model is None or model in self.names else {"adapter": model}
+    def adapter(self, model: str | None) -> str | None:
+        """Return the adapter that a request names as its model; ``None`` for the model itself."""
+        return None if model in self.names else model
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises ``ValueError`` if there is none."""
@@ -85,11 +79,10 @@ class State:
             # A message that is continued is followed by no prompt for another one.
             "add_generation_prompt": options.add_generation_prompt and not continues,
             "continue_final_message": continues,
+            "tools": list(tools) or None,
         }
         if options.reasoning_effort is not None:
             variables["reasoning_effort"] = options.reasoning_effort
-        if tools:
-            variables["tools"] = list(tools)
         return await asyncio.to_thread(lambda: llm.chat_prompt(messages, **variables))
 
 

@@ -44,7 +44,7 @@ class DetokenizeBody(Body):
 async def embeddings(state: State, body: EmbeddingBody) -> dict[str, Any]:
     """Embed prompts with an encoder."""
     llm = state.engine(body.model)
-    if state.adapter(body.model):
+    if state.adapter(body.model) is not None:
         raise ApiError(400, "adapters generate text: ask the model itself", "model")
     prompts = await state.prompts("input", body.input)
     params = PoolingParams(dimensions=body.dimensions)
@@ -71,7 +71,7 @@ async def tokenize(state: State, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages, and not both", "prompt")
     if body.messages is not None:
-        prompt = await state.chat_prompt(checked_messages(body.messages), body)
+        prompt = await state.chat_prompt(checked_messages("messages", body.messages), body)
         ids = prompt["prompt_token_ids"]
     else:
         special = body.add_special_tokens is not False
