@@ -18,8 +18,8 @@ SUPPORT = runpy.run_path(str(HERE.parent / "support.py"))
 SAID = {
     "good": "it raised nothing",
     "sends elements": "it raised nothing",
-    "dies": "WeightReadError: .*(a rank ended|ended, left or hangs)",
-    "stops": "WeightReadError: .*(hung longer|ended, left or hangs)",
+    "dies": "WeightReadError: .*(: rank 0 of 2 ended|ended, left or hangs)",
+    "stops": "WeightReadError: .*(: rank 0 of 2 ended, or hung longer|ended, left or hangs)",
     "raises": "WeightReadError: the sender of the weights failed: .*ValueError: of the trainer",
     "has NaN": r"WeightReadError: .*\.weight has a NaN",
     "has another shape": r"MisshapenWeightError: .*\.weight: expected shape",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -289,3 +290,4 @@ def test_a_rank_that_is_killed_or_interrupted_holds_up_nobody(
     for note in notes:
         assert (note["raised"], note["cause"]) == ("RankError", "RuntimeError")
         assert "lost touch with the others" in note["message"]
+        assert re.search(r"sent, after \S*\w\S*: ", note["message"])

@@ -187,6 +187,7 @@ class _Transfer:
         self.version = version
         self.bucket = BucketMemory(self.device)
         self.sender = -1  # rank of the trainer, known after the first meeting
+        self.last = ""  # name of the last tensor that every rank has
         self.ended = False  # on a receiver: True once every tensor has come
         self.over = False  # True once this rank takes part in no further meeting
         self.failure: Exception | None = None  # the error of any rank
@@ -232,6 +233,7 @@ class _Transfer:
             with self._collective():
                 bucket, source = self.bucket.current[: coming.nbytes], self.sender
                 self._wait(partial(_broadcast, bucket, self.group, source))
+        self.last = coming.entries[-1].name
 
     def _reserve(self, nbytes: int, offer: Offer | None) -> None:
         if self.rank != self.sender:
@@ -331,11 +333,16 @@ class _Transfer:
             self._cut_off()
             if not isinstance(error, RuntimeError):  # an interrupt, and no collective failed
                 raise
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            ranks = others if len(others) == 1 else []
+            who = self._name(ranks[0]) if ranks else "a rank"
+            last = f", after {printable_name(self.last)}" if self.last else ""
             self.failure = RankError(
-                f"{self._name(self.rank)} lost touch with the others while weights were sent: a "
-                "rank ended, or hung longer than the group's timeout. See what it printed, and "
-                f"use another process group. {_AGAIN} torch raised "
-                f"{describe_error(error)}"
+                f"{self._name(self.rank)} lost touch with the others while weights were sent"
+                f"{last}: {who} ended, or hung longer than the group's timeout. See what it "
+                f"printed, and use another process group. {_AGAIN} torch raised "
+                f"{describe_error(error)}",
+                ranks,
             )
             raise self.failure from error
         self.over = False
