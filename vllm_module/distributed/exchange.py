@@ -365,8 +365,8 @@ class _Exchange:
                     break
                 if time.monotonic() - self._news.asked_at > ahead:
                     self._note(question=self._news.question + 1)
-            late_ranks = self._news.hanging(silent) or silent or unheard
-            self._note(dict.fromkeys(late_ranks, f"{late}: {_ADVICE}"))
+            named = self._news.hanging(silent) or unheard
+            self._note(dict.fromkeys(named, f"{late}: {_ADVICE}"))
 
     def _reach(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
