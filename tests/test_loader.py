@@ -158,6 +158,16 @@ def test_configurations_are_closed_and_frozen() -> None:
             _ = DeviceConfig(device="cuda").torch_device
 
 
+@pytest.mark.parametrize("devices", [0, 1, 2, 8])
+def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    """One is enough. torch names its device without a number: the current one."""
+    # The machine of the tests has as many GPUs as it has.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    expected = torch.device("cuda") if devices else torch.device("cpu")
+    assert DeviceConfig().torch_device == DeviceConfig(device="auto").torch_device == expected
+
+
 def test_ranks_that_build_at_once_build_in_their_own_dtype() -> None:
     """The default dtype is global: no rank gets another rank's, and it is restored."""
     config, cpu = HFConfig(**CONFIG), torch.device("cpu")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 
 from vllm_module import WeightLoadError
 from vllm_module.core.report import LoadReport, Problem, fold
-from vllm_module.errors import MissingPackageError
+from vllm_module.errors import MissingPackageError, RankError
 from vllm_module.layers import RMSNorm
 
 
@@ -108,3 +108,12 @@ def test_the_report_of_an_error_is_no_part_of_its_message(
     error = kind("why", report=["x"]) if named else kind("why", ["x"])
     for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (str(each), each.args, each.report) == ("why", ("why",), ["x"])
+
+
+@pytest.mark.parametrize("ranks", [(0, 9, 33), (33, 0, 9), {33, 9, 0}, ()])
+def test_ranks_of_an_error_are_in_order(ranks: Iterable[int]) -> None:
+    """Whoever finds them: a set has no order of its own; a copy from another process is equal."""
+    error = RankError("they hang", ranks, recoverable=True)
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert each.ranks == tuple(sorted(ranks))
+        assert (str(each), each.recoverable) == ("they hang", True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -99,3 +101,16 @@ def test_memory_that_cannot_be_offered_is_its_own(
     memory.close()
     memory.allocate(0, NBYTES)
     assert own[-3:] == b"xxx"
+
+
+def test_a_program_that_is_started_does_not_inherit_memory(offered: list[OfferedMemory]) -> None:
+    """Its descriptor would keep the memory allocated as long as the program runs."""
+    offer = offered[0].offer
+    assert offer is not None
+    link = os.readlink(f"/proc/self/fd/{offer.descriptor}")
+    assert "vllm-module" in link
+    show = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 64)"
+    show += " if os.path.lexists(f'/proc/self/fd/{n}')])"
+    command = [sys.executable, "-S", "-c", show]
+    ran = subprocess.run(command, close_fds=False, capture_output=True, text=True, check=True)
+    assert "vllm-module" not in ran.stdout

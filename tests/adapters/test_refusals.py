@@ -126,6 +126,15 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         edited("q_proj.lora_A", lambda t: torch.cat([t, t], 1)),
         "expected shape",
     ),
+    **{
+        f"{value} in {slot}": (
+            "qwen3_moe",
+            edited(f"1.self_attn.{slot}_proj.lora_B", lambda t, value=value: t.fill_(value)),
+            rf"1\.self_attn\.{slot}_proj\.lora_B .*infinite",
+        )
+        for slot in "qkv"  # one parameter holds all three
+        for value in (torch.inf, -torch.inf)
+    },
     "NaN": ("qwen3", edited(f"{Q}.lora_B", with_nan), r"1\.self_attn\.q_proj\.lora_B .*NaN"),
     "DoRA's vectors": (
         "qwen3",

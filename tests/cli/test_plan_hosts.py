@@ -156,6 +156,30 @@ def test_the_fullest_rank_of_a_group_says_how_many_tokens_fit(
     assert len({*fit}) == (1 if experts % 4 == 0 else 2)
 
 
+@pytest.mark.parametrize(("tp", "ep", "pp"), [(2, 4, 1), (1, 6, 1), (2, 2, 3), (3, None, 2)])
+def test_hosts_divide_the_ranks_of_a_world(
+    run: Run, tmp_path: Path, tp: int, ep: int | None, pp: int
+) -> None:
+    """Ranks that only hold experts count: the world is what torchrun would be told to start."""
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "bfloat16",
+        "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 192,
+        "num_local_experts": 12, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--tp", tp, "--pp", pp, "--load-format", "dummy", "--json"]
+    words += [] if ep is None else ["--expert-parallel-size", ep]
+    world = max(tp, ep or 0) * pp
+    for nodes in range(1, 7):
+        ran = run("plan", tmp_path, *words, "--nodes", nodes)
+        assert ran.code == (2 if world % nodes else 0), (nodes, ran.err)
+        if world % nodes:
+            assert f"{world} ranks" in ran.err
+        elif nodes > 1:
+            assert sum(len(host["ranks"]) for host in ran.json["hosts"]) == world
+
+
 def test_hosts_that_do_not_divide(run: Run, folder: Path, tmp_path: Path) -> None:
     """Numbers are in the message, and nothing is read; a picture has the hosts."""
     wrong = run("plan", folder, "--tp", 2, "--pp", 2, "--nodes", 3)

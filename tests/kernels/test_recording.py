@@ -103,6 +103,21 @@ def test_memory_that_is_made_stays() -> None:
     assert all(bool((each == at).all()) for at, each in enumerate(others))
 
 
+def test_memory_that_one_operation_made_is_counted() -> None:
+    """It is no constant, and what is computed from it is computed again."""
+    given = torch.randn(4, COLUMNS)
+    recording = Recording([given])
+    with torch.inference_mode(), recording.running():
+        made = recording.one(lambda: given * 2)
+        before = recording.nbytes
+        result = made + 1
+    assert before == made.untyped_storage().nbytes()
+    assert not recording.constants
+    given.copy_(numbers := torch.randn(4, COLUMNS))
+    recording.again()
+    assert torch.equal(result, numbers * 2 + 1)
+
+
 def test_memory_that_was_there_is_not_counted() -> None:
     """Views of a given tensor and of a constant, and what is written in place, take none."""
     given, weight = torch.randn(4, COLUMNS), torch.randn(1000, COLUMNS)

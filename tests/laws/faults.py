@@ -417,6 +417,8 @@ FAULTS = (
           instead("build.stages:_parameters", lambda parameters, modules: set())),
     Fault("an update leaves the last stage its tied weight", "staged", "a tied model in depth",
           instead("core.module:vLLMModule.update_weights", stages.but_the_tied)),
+    Fault("a stage that is loaded ignores updates", "staged", "a tied model in depth",
+          instead("core.module:vLLMModule.update_weights", stages.once_loaded)),
     Fault("a rule of stages covers a layer that is here", "accounting_exact", "a stage of a tied model",
           instead("core.routes:_declared", stages.held_elsewhere)),
     Fault("a stage is named that lacks the name", "staged", "a tied model in depth",

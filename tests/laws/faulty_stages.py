@@ -6,10 +6,12 @@ Pytest's importlib mode has no imports between test files: take it with ``runpy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from vllm_module.errors import ModelNotReadyError
 from vllm_module.layers.stages import OtherStage
 
 
@@ -32,6 +34,15 @@ def but_the_tied(right: Callable[..., Any], model: Any, weights: Any) -> Any:
         return right(model, weights)
     pairs = weights.items() if isinstance(weights, dict) else weights
     return right(model, [(name, each) for name, each in pairs if "embed" not in name])
+
+
+def once_loaded(right: Callable[..., Any], model: Any, weights: Any) -> Any:
+    """Update a stage while it loads, and nothing of it afterwards."""
+    is_stage = any(isinstance(each, OtherStage) for each in model.modules())
+    with suppress(ModelNotReadyError):
+        model.check_ready()
+        return None if is_stage else right(model, weights)
+    return right(model, weights)
 
 
 def held_elsewhere(right: Callable[..., Any], attr: str, child: Any) -> Any:

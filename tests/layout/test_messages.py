@@ -6,8 +6,10 @@ The order is compared with the bound of an open shop, and with orders without a 
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,6 +69,21 @@ def test_large_and_small_messages() -> None:
     }
     nbytes = {pair: size * 16 * MEBIBYTE for pair, size in nbytes.items()}
     assert makespan(in_order(nbytes), nbytes) < 1.1 * busiest(nbytes)
+
+
+@pytest.mark.parametrize("size", [random.Random.random, lambda r: r.expovariate(1)])
+def test_busy_links_seldom_wait(size: Callable[[random.Random], float]) -> None:
+    """On average the order takes less than 2% longer than the busiest link alone."""
+    numbers, ratios = random.Random(0), list[float]()
+    for _ in range(200):
+        sources, targets = numbers.randint(2, 8), numbers.randint(2, 8)
+        nbytes = {
+            pair: int(size(numbers) * 64 * MEBIBYTE)
+            for pair in product(range(sources), range(targets))
+            if not pair[0] + pair[1] or numbers.random() < 0.8
+        }
+        ratios.append(makespan(in_order(nbytes), nbytes) / busiest(nbytes))
+    assert sum(ratios) / len(ratios) < 1.02
 
 
 @st.composite

@@ -64,6 +64,16 @@ def test_two_sets_meet_if_they_have_an_element_in_common(one: Shape, other: Shap
         assert first_meeting([first, second]) == ((0, 1) if common else None) or common
 
 
+def test_intervals_meet_as_ranges_do() -> None:
+    """All pairs of short intervals, those with one common element at an end among them."""
+    intervals = [range(at, at + size) for at in range(5) for size in range(1, 6)]
+    for one, other in product(intervals, repeat=2):
+        runs = [StridedSet(each[0], ((len(each), 1),) * (len(each) > 1)) for each in (one, other)]
+        found = first_meeting(runs)
+        assert (found is not None) == bool({*one} & {*other}), (one, other)
+        assert found is None or sorted(found) == [0, 1]
+
+
 def test_neighbours_with_other_strides_do_not_meet() -> None:
     """Sets that lie between each other's elements, as drawn regions seldom do, are told apart."""
     numbers = random.Random(0)

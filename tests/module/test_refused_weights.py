@@ -60,6 +60,10 @@ STRANGE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda x: torch.nested.nested_tensor([x], layout=torch.jagged),
         "one dense tensor, got a nested one",
     ),
+    "nested, strided": (
+        lambda x: torch.nested.nested_tensor([x], layout=torch.strided),
+        "one dense tensor, got a nested one",
+    ),
     "quantized": (
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
         r"not quantized, got torch\.qint8; call its dequantize",

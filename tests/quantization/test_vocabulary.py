@@ -162,6 +162,18 @@ def test_rows_in_blocks_are_gguf_pys(kind: str) -> None:
         run_ranks(size, work)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_in_blocks_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    """They are gguf-py's values, rounded as torch rounds them."""
+    packed, values = written.stored(table(), "Q8_0", 0)
+    blocks = torch.from_numpy(packed).view(TOKENS, -1, BLOCK_TYPES["Q8_0"].nbytes)
+    ids = torch.tensor([0, 149, 7])
+    layer = VocabParallelEmbedding(TOKENS, FEATURES, params_dtype=dtype)
+    layer.quantize(GGUFMethod(((None, "Q8_0"),)))
+    layer.load_weights({"weight_q8_0": blocks})
+    torch.testing.assert_close(layer(ids), values[ids].to(dtype), rtol=0, atol=0)
+
+
 def test_blocks_of_a_table_are_updated_in_place() -> None:
     """New blocks are written where the old ones are, and a scale that is NaN is refused."""
     model = Vocabulary()

@@ -1,13 +1,16 @@
-"""Which grammars are compiled again, beside ``functools.lru_cache``."""
+"""Which grammars are compiled again, beside ``functools.lru_cache``, and numbers of tokens."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models
 
 from vllm_module.runtime.sampling import grammar as home
 from vllm_module.runtime.sampling.grammar import Grammar, Grammars
@@ -58,3 +61,25 @@ def test_long_descriptions_are_kept_while_they_fit(most: int) -> None:
             grammars.compile(StructuredOutputsParams(regex=text))
         again = [] if most >= 30 else ["a" * 10]
         assert compiled == [*texts, *again]
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1, 8])
+@pytest.mark.parametrize("ends", [(), (2,)])
+def test_every_token_has_a_number_that_a_mask_can_hold(beside: int, ends: tuple[int, ...]) -> None:
+    """A model without an end token gets one: with as many numbers as texts it is one more."""
+    texts = FastTokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2, "?": 3}, unk_token="?"))
+    size = texts.get_vocab_size() + beside
+    tokenizer: Any = SimpleNamespace(to_str=texts.to_str)
+    grammars = Grammars(tokenizer, size, ends)
+    try:
+        text, known, chosen = grammars._tokenizer_of_process()
+    finally:
+        grammars.close()
+    numbers = FastTokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    assert all(number in numbers.values() for number in chosen)
+    if ends:
+        assert (known, chosen, numbers) == (size, [*ends], texts.get_vocab())
+    else:
+        (end,) = numbers.keys() - texts.get_vocab().keys()
+        assert chosen == [numbers[end]]
+        assert known == max(size, numbers[end] + 1)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from vllm_module.base.process_groups import private_group
 from vllm_module.config import EngineConfig
 from vllm_module.runtime.ranks import connections
 from vllm_module.runtime.ranks.connections import processes_of_world
@@ -94,3 +99,34 @@ def test_what_ray_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(ConnectionError, match=r"'127\.0\.0\.1:9'; ConnectionRefusedError"):
         Ranks(config, torch.device("cpu"), lambda: None, tuple)
+
+
+@pytest.mark.parametrize("missing", [[0], [1], [0, 2], []])
+def test_each_group_is_cut_off_whichever_is_missing(missing: list[int]) -> None:
+    """Two ranks of up to three groups: the other one's receive ends with an error in each."""
+    store, both = dist.HashStore(), threading.Barrier(2)
+    forever, cpu = timedelta(days=1), torch.device("cpu")
+
+    def work(rank: int) -> int:
+        groups = [
+            None
+            if number in missing
+            else private_group(dist.PrefixStore(str(number), store), rank, 2, cpu, forever)
+            for number in range(3)
+        ]
+        both.wait()
+        if rank == 0:
+            connections.cut_off(*groups)
+            both.wait()
+            return 0
+        try:
+            for group in filter(None, groups):
+                receiving = dist.irecv(torch.empty(1), group=group, group_src=0)
+                with pytest.raises(RuntimeError, match=r"(?i)closed|reset"):
+                    receiving.wait(timedelta(seconds=5))
+        finally:
+            both.wait()  # a group that is freed closes its connections, too
+        return len([*filter(None, groups)])
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(work, range(2))] == [0, 3 - len(missing)]

@@ -130,3 +130,17 @@ def test_a_handshake_that_comes_byte_by_byte_is_ended(
         assert isinstance(error, BusyError)
         assert ("the store was closed" if by == "closing" else "did not end in 0.05") in str(error)
         assert time.monotonic() - begin < 2
+
+
+def test_a_server_that_stops_in_a_handshake_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silence has a limit of its own, far below that of a request."""
+    # So that the test need not wait for half a minute.
+    monkeypatch.setattr(http_connection, "_STALL_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as executor:
+        client = http_client.web_client(parse(f"https://127.0.0.1:{listener.getsockname()[1]}"))
+        reading = executor.submit(client.read, "file", 0, memoryview(bytearray(4)))
+        with listener.accept()[0]:
+            try:
+                assert isinstance(reading.exception(timeout=5), BusyError)
+            finally:
+                client.close()

@@ -196,6 +196,18 @@ def test_destinations_made_in_inference_mode_are_filled(checkpoint, tensors) -> 
     assert torch.equal(destination, tensors["w4"].double())
 
 
+def test_parameters_are_filled_where_gradients_are_off(checkpoint, tensors) -> None:
+    """So it is in each thread; torch refuses to write a parameter in a thread where they are on."""
+    destinations = {
+        name: torch.nn.Parameter(torch.zeros_like(tensor, dtype=torch.float64))
+        for name, tensor in tensors.items()
+    }
+    with torch.no_grad():
+        read_all((checkpoint[name], destinations[name]) for name in checkpoint)
+    for name, tensor in tensors.items():
+        assert torch.equal(destinations[name], tensor.double())
+
+
 def test_what_was_read_is_let_go_while_readers_wait(checkpoint) -> None:
     """No thread holds the destinations of its last batch until the next one comes."""
     made = []
