@@ -12,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
+from vllm_module.layers.lora import LayerAdapters
+from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.layers.low_rank import LowRank, LowRankPart
 
 SUPPORT = runpy.run_path(str(Path(__file__).with_name("support.py")))
 ALL, adapt, small_model = SUPPORT["ALL"], SUPPORT["adapt"], SUPPORT["small_model"]
@@ -134,3 +137,27 @@ def test_rows_of_the_base_keep_their_bits(answers: Answers) -> None:
         mixed, without = answers.mixed[index], answers.without_adapters[index]
         assert mixed.tokens == without.tokens
         assert torch.equal(mixed.logprobs, without.logprobs)
+
+
+@pytest.mark.parametrize("starts", [[0, 4], [0, 2, 4], [0, 1, 4]])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_of_any_strides_gets_what_is_added(starts: list[int], transposed: bool) -> None:
+    """By the formula of LoRA's paper: y + s x A^T B^T, for one adapter, two, or one and none."""
+    generator = torch.Generator().manual_seed(0)
+    rows = AdapterRows()
+    adapters = LayerAdapters(rows)
+    made = [[torch.randn(*s, generator=generator) for s in ((2, 8), (6, 2))] for _ in range(2)]
+    for number, (a, b) in enumerate(made):
+        parts = (LowRankPart(slice(0, 2), slice(0, 6), 0.5),)
+        adapters.attach(number, LowRank(a, b, parts, (6,)))
+    of_sequence = {at: at for at in range(len(starts) - 1) if starts != [0, 1, 4] or at}
+    rows.set(of_sequence, starts, torch.device("cpu"))
+    x = torch.randn(4, 8, generator=generator)
+    y = torch.randn(2, 6, 2, generator=generator).mT
+    y = y if transposed else y.contiguous()
+    expected = y.reshape(4, 6).clone()
+    for at, number in of_sequence.items():
+        (a, b), own = made[number], slice(starts[at], starts[at + 1])
+        expected[own] += 0.5 * x[own] @ a.T @ b.T
+    computed = adapters.add(x.view(2, 2, 8), y)
+    torch.testing.assert_close(computed, expected.view(2, 2, 6))
