@@ -41,7 +41,8 @@ def halting(sign: int) -> None:
             os.kill(os.getpid(), sign)
         return stage(self, *arguments)
 
-    rank_transfer.RankTransfer.stage = counted  # type: ignore[method-assign] # a program's own
+    # This process is a program alone, and nothing in the product halts it at a given moment.
+    rank_transfer.RankTransfer.stage = counted  # type: ignore[method-assign]
 
 
 def main(folder: str, rank: int, layout_port: int, port: int, sign: int) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vllm_module import ModelConfig, get_model, vLLMModule
 from vllm_module.distributed import run_ranks
+from vllm_module.errors import WeightLoadError
 from vllm_module.parameters import BasevLLMParameter
 
 WITHIN = 1e-4  # of each logit, in float32, as in tests/models
@@ -206,3 +210,37 @@ def test_the_stored_method_can_be_requested(published: Callable[[str], Any]) -> 
         config = ModelConfig(model=str(checkpoint.folder), quantization=method)
         model = get_model(model_config=config)
         assert torch.equal(logits(model, checkpoint.ids), logits(load(checkpoint), checkpoint.ids))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("layout", ["ct-channel-dynamic", "ct-channel-dynamic-llama-tied"])
+def test_fp8_per_channel_without_a_word_of_it(
+    published: Any, tmp_path: Path, layout: str, size: int
+) -> None:
+    """``quant_method: fp8`` with scales ``[output, 1]`` has compressed-tensors' logits.
+
+    The configuration says nothing of channels, so some layers may have one scale.
+    """
+    checkpoint = published(layout)
+    tensors = checkpoint.tensors
+    (one,) = (name for name in tensors if name.endswith("0.self_attn.o_proj.weight_scale"))
+    tensors[one] = tensors[one].amax().view(())
+    config = json.loads((checkpoint.folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole = checkpoint.tensors[one]
+
+    def work(rank: int) -> None:
+        model, other = load(SimpleNamespace(folder=tmp_path)), load(checkpoint)
+        other.update_weights({one: torch.full_like(whole, whole.amax())})
+        assert torch.equal(logits(model, checkpoint.ids), logits(other, checkpoint.ids))
+        model.update_weights({one: whole})
+        computed = logits(model, checkpoint.ids)
+        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
+
+    run_ranks(size, work)
+    tensors[one] = whole.view(-1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightLoadError, match=rf"{one}: expected shape \[\d+, 1\], got \[\d+\]"):
+        load(SimpleNamespace(folder=tmp_path))

@@ -478,37 +478,3 @@ def test_other_settings_are_refused(config: dict[str, Any], named: str) -> None:
     """Other groups, zeros and inputs than a format has are refused by the entry."""
     with pytest.raises(UnsupportedModelError, match=named):
         rules_for(None, config)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("layout", ["ct-channel-dynamic", "ct-channel-dynamic-llama-tied"])
-def test_fp8_per_channel_without_a_word_of_it(
-    published: Any, tmp_path: Path, layout: str, size: int
-) -> None:
-    """``quant_method: fp8`` with scales ``[output, 1]`` has compressed-tensors' logits.
-
-    The configuration says nothing of channels, so some layers may have one scale.
-    """
-    checkpoint = published(layout)
-    tensors = checkpoint.tensors
-    (one,) = (name for name in tensors if name.endswith("0.self_attn.o_proj.weight_scale"))
-    tensors[one] = tensors[one].amax().view(())
-    config = json.loads((checkpoint.folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
-    whole = checkpoint.tensors[one]
-
-    def work(rank: int) -> None:
-        model, other = loaded(tmp_path), loaded(checkpoint.folder)
-        other.update_weights({one: torch.full_like(whole, whole.amax())})
-        assert torch.equal(of_prompt(model, checkpoint.ids), of_prompt(other, checkpoint.ids))
-        model.update_weights({one: whole})
-        computed = of_prompt(model, checkpoint.ids)
-        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=1e-4)
-
-    run_ranks(size, work)
-    tensors[one] = whole.view(-1)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(WeightLoadError, match=rf"{one}: expected shape \[\d+, 1\], got \[\d+\]"):
-        loaded(tmp_path)

@@ -118,6 +118,7 @@ def test_each_choice_has_its_own_form(
                 sample.finish_reason = "stop" if length is None else None
                 yield 0, RequestOutput("r", None, [1], samples, False)
 
+    # No model writes a given number of calls.
     monkeypatch.setattr(server.llm, "serve", serve)
     body = {"tools": [WEATHER], "n": 3, "parallel_tool_calls": parallel}
     choices = create(server, **body).choices
