@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_module.layout import Layout, StoredTensorLayout, TransferPlan, layout_of_shards, rows
-from vllm_module.layout.makespan import Links, fastest_plan, simulate
+from vllm_module.layout import (
+    Layout,
+    Links,
+    StoredTensorLayout,
+    TransferPlan,
+    fastest_plan,
+    layout_of_shards,
+    rows,
+    simulate,
+)
 
 LINKS = Links(network=100.0, host=1000.0)
 
@@ -55,6 +63,22 @@ def test_gathering_is_chosen_if_boxes_cost_much() -> None:
     assert cheap.descriptors() == 80
     dear, _ = fastest_plan(source, target, LINKS._replace(host=1e9, latency=5.0), source_node=8)
     assert dear.descriptors() < 64
+
+
+@pytest.mark.parametrize("host", [10.0, 99.0, 1e3, 1e9])
+@pytest.mark.parametrize("box", [0.0, 0.01])
+def test_none_of_the_four_plans_is_faster(host: float, box: float) -> None:
+    """Those that are not made, because they cannot be faster, are not either."""
+    source, target = layout(80), layout(8, rows_of=4)
+    links = LINKS._replace(host=host, box=box, latency=0.01)
+    plans = [
+        TransferPlan(source, target, source_node=gathers, target_node=relays)
+        for gathers in (1, 8) for relays in (1, 4)
+    ]  # fmt: skip
+    times = [simulate(plan, links).makespan for plan in plans]
+    assert len(set(times)) > 1
+    _, found = fastest_plan(source, target, links, source_node=8, target_node=4)
+    assert found.makespan == min(times)
 
 
 def test_links_of_one_bandwidth_are_two_links() -> None:

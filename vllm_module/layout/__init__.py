@@ -12,6 +12,7 @@ from vllm_module.layout.layout import (
     StoredTensorLayout,
 )
 from vllm_module.layout.layout_file import parse_layout, read_layout
+from vllm_module.layout.makespan import Links, Simulated, fastest_plan, simulate
 from vllm_module.layout.shards import layout_of_shards, rows
 from vllm_module.layout.stages import layout_of_stages
 from vllm_module.layout.state_dicts import layout_of_state_dict
@@ -23,18 +24,22 @@ __all__ = [
     "HeldParameter",
     "Hop",
     "Layout",
+    "Links",
     "Made",
     "Owner",
     "Partition",
     "RankBoxes",
     "Route",
+    "Simulated",
     "StoredTensorLayout",
     "Strided",
     "TransferPlan",
+    "fastest_plan",
     "layout_of_shards",
     "layout_of_stages",
     "layout_of_state_dict",
     "parse_layout",
     "read_layout",
     "rows",
+    "simulate",
 ]

@@ -7,12 +7,14 @@ another in a stage of a batch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
+from vllm_module.base.garbage import paused_gc
 from vllm_module.layout.layout import Layout
-from vllm_module.layout.messages import SENT, Message
+from vllm_module.layout.messages import RELAYED, SENT, Message
 from vllm_module.layout.transfer import TransferPlan
 
 _End: TypeAlias = tuple[str, int]  # "source" or "target", and the rank
@@ -102,16 +104,29 @@ def simulate(
     return Simulated(last, bound)
 
 
+@paused_gc()
 def fastest_plan(
     source: Layout, target: Layout, links: Links, *, source_node: int = 1, target_node: int = 1
 ) -> tuple[TransferPlan, Simulated]:
     """Return the plan that is simulated as the fastest, and its times.
 
     Tried are boxes that go directly, those gathered on the source's hosts of ``source_node`` ranks,
-    and those relayed on the target's of ``target_node``.
+    and those relayed on the target's of ``target_node``. What cannot be faster is not planned:
+    without relays all that a rank keeps comes over its link to the network.
     """
     found: list[tuple[TransferPlan, Simulated]] = []
-    for nodes in sorted({(1, 1), (source_node, 1), (1, target_node), (source_node, target_node)}):
+    for nodes in sorted({(a, b) for a in (1, source_node) for b in (1, target_node)}, reverse=True):
+        fastest = min((times.makespan for _, times in found), default=math.inf)
+        if found and nodes[1] == 1 and _most_kept(found[0][0]) / links.network >= fastest:
+            continue
         plan = TransferPlan(source, target, source_node=nodes[0], target_node=nodes[1])
         found.append((plan, simulate(plan, links)))
     return min(found, key=lambda each: each[1].makespan)
+
+
+def _most_kept(plan: TransferPlan) -> int:
+    """Return the bytes that arrive at the rank of the target that keeps most."""
+    kept = Counter[int]()
+    for each in (*plan.messages[SENT], *plan.messages[RELAYED]):
+        kept[each.target] += each.nbytes
+    return max(kept.values(), default=0)

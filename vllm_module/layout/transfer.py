@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable_name
 from vllm_module.layout.hops import Hop, Route, itemsize_of
 from vllm_module.layout.layout import EXPERT, Layout, StoredTensorLayout
@@ -58,6 +59,7 @@ class TransferPlan:
 
     """
 
+    @paused_gc()
     def __init__(
         self,
         source: Layout,
