@@ -36,7 +36,7 @@ INTERPRETER = runpy.run_path(str(Path(__file__).with_name("interpreter.py")))
 # The same examples every time, and no clock: a failure is the change's and not the machine's.
 # "make laws" tries 200 new ones.
 _phases = [phase for phase in settings().phases if phase is not Phase.explain]  # traces each line
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=18, phases=_phases)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=12, phases=_phases)
 settings.load_profile("ci")
 
 
@@ -84,7 +84,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # also what is garbage by now: to look for it takes each worker a second
     gc.enable()
     # PyTorch's modules and traces make many objects that are no garbage: look less often.
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(50_000, 20, 100)
     # pytest adds its handlers to each logger that does not propagate, six times for each test, and
     # PyTorch has 45 of them. Records that propagate reach the same handlers, at the root.
     for name, logger in logging.root.manager.loggerDict.items():

@@ -287,6 +287,7 @@ for name in ["a", "b", "c"]:
     assert [each.split(":")[0] for each in run.results.failed] == ["b"]
 
 
+@pytest.mark.at_length
 def test_a_failure_in_each_part_leaves_the_figures_of_the_others(tmp_path) -> None:
     """Figures are there, and those whose checks failed or whose rates are missing say so."""
     program = """

@@ -37,7 +37,9 @@ SPREAD: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["mixtral", "deepseek-v3"])
+@pytest.fixture(
+    scope="module", params=["mixtral", pytest.param("deepseek-v3", marks=pytest.mark.at_length)]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name: str = request.param
     made: Path = write(tmp_path_factory.mktemp("experts") / name, name)

@@ -379,7 +379,8 @@ def test_the_log_says_whose_model_it_is(
     assert f"model_impl of MistralForCausalLM: {expected}" in caplog.messages
 
 
-@pytest.mark.parametrize("kind", ["opt", "mpt"])  # by the interface, amid a forward pass
+# By the interface, and amid a forward pass.
+@pytest.mark.parametrize("kind", [pytest.param("opt", marks=pytest.mark.at_length), "mpt"])
 def test_attention_is_not_compiled(saved: Callable[..., Path], kind: str) -> None:
     """Compiled, a model computes the same; the call of attention is in no graph, from its start."""
     model = _loaded(saved(kind))

@@ -90,6 +90,7 @@ def test_no_connection_takes_the_port_before_the_engines_meet() -> None:
     assert max(ports) < 32_768
 
 
+@pytest.mark.at_length
 def test_tokens_are_those_of_one_engine(server: tuple[Any, str], checkpoint: Path) -> None:
     """One request at a time, while the other engine has none, and all at once; then SIGTERM."""
     process, url = server
