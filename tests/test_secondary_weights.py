@@ -59,7 +59,7 @@ class TwoParts(vLLMModule):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.registered.by_call, "TwoParts", TwoParts)
+    monkeypatch.setitem(registry.registered.models_by_call, "TwoParts", TwoParts)
 
 
 @pytest.fixture

@@ -346,7 +346,7 @@ class EngineConfig(_Closed):
         return self
 
     @model_validator(mode="after")
-    def _what_does_not_go_together(self) -> EngineConfig:
+    def _check_combinations(self) -> EngineConfig:
         backend = f"distributed_executor_backend={self.distributed_executor_backend!r}"
         launched = self.distributed_executor_backend in ("ray", "external_launcher")
         stages = "pipeline_parallel_size" * (self.pipeline_parallel_size > 1)

@@ -183,7 +183,7 @@ def test_stages_of_other_models_are_refused(other: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(in_flight, "together", lambda load, **_: [load(), loaded])
     if other == "a":
         engine._load_stage(lambda: worker)
-        assert worker.of_other_stages == ("kept", "kept")
+        assert worker.other_stages == ("kept", "kept")
         return
     with pytest.raises(RankError, match="differ"):
         engine._load_stage(lambda: worker)

@@ -103,7 +103,7 @@ def run_tight(folder: Path, stages: int, page_bytes: int) -> Any:
             for entry in output.prompt_logprobs[1:]
         ]
         drawn = tokens(llm, temperature=1.5, seed=4)
-        pages = max(each.page_bytes for each in (worker.kept, *worker.of_other_stages))
+        pages = max(each.page_bytes for each in (worker.kept, *worker.other_stages))
     return [first, forked, logprobs, drawn], pages
 
 

@@ -61,7 +61,7 @@ def test_what_cannot_be_written_is_refused(
     nf4 = QuantizationConfig(scheme="bitsandbytes", ignore=("lm_head", "down_proj"))
     refused(checkpoint("llama"), nf4, r"gate_up_proj is held in NF4.*no layout for")
     refused(checkpoint("llama"), every, "no layer of LlamaForCausalLM is quantized")
-    monkeypatch.setitem(registry.registered.by_call, "RenamingForCausalLM", Renaming)
+    monkeypatch.setitem(registry.registered.models_by_call, "RenamingForCausalLM", Renaming)
     renamed = tmp_path / "renamed"
     shutil.copytree(checkpoint("llama"), renamed)
     config = entries(renamed) | {"architectures": ["RenamingForCausalLM"]}

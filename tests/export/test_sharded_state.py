@@ -294,7 +294,7 @@ def of_class(
         folder = tmp_path / cls.__name__
         shutil.copytree(checkpoint("llama"), folder)
         config = json.loads((folder / "config.json").read_text())
-        monkeypatch.setitem(registry.registered.by_call, cls.__name__, cls)
+        monkeypatch.setitem(registry.registered.models_by_call, cls.__name__, cls)
         (folder / "config.json").write_text(json.dumps(config | {"architectures": [cls.__name__]}))
         return folder
 

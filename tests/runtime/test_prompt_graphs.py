@@ -100,8 +100,8 @@ class Both:
             KVCache.move(self.stored, inputs.pages)
         expected = self.plain.run(inputs, sampled)
         prompts = inputs.max_query_len > 1
-        if inputs.of_engines is not None:
-            prompts = not inputs.of_engines[1]
+        if inputs.engines_step is not None:
+            prompts = not inputs.engines_step[1]
         self.replayed.append(self.graphs._graph_size(inputs, (False, False)) if prompts else None)
         with self.present():
             if sampled is not None:
@@ -277,7 +277,7 @@ class Engines(Both):
     def __call__(self, inputs: StepInputs, sampled: torch.Tensor | None = None) -> torch.Tensor:
         told = torch.tensor([[len(inputs.input_ids), inputs.max_query_len == 1]])
         counts, decode = self.others.all_gather(told, 0).T
-        inputs.of_engines = max(1, int(counts.max())), bool(decode.all())
+        inputs.engines_step = max(1, int(counts.max())), bool(decode.all())
         self.goes_on = bool(counts.any())
         return super().__call__(inputs, sampled) if self.goes_on else torch.empty(0)
 

@@ -314,7 +314,7 @@ def test_results_of_a_model_that_are_no_logits_are_refused(
     kind: Any, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the model's class, the shape that was expected and what came."""
-    monkeypatch.setitem(registered.by_call, "LlamaForCausalLM", kind)
+    monkeypatch.setitem(registered.models_by_call, "LlamaForCausalLM", kind)
     with (
         LLM(str(folder), **SMALL) as llm,
         pytest.raises(UnsupportedModelError, match=message),

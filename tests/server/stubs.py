@@ -22,7 +22,7 @@ def engines(*running: int) -> Any:
         SimpleNamespace(number=number, running=count, code=None, dropped=False)
         for number, count in enumerate(running)
     ]
-    chosen._of_prefix, chosen._turn = OrderedDict(), 0
+    chosen._prefix_backends, chosen._turn = OrderedDict(), 0
     return chosen
 
 

@@ -180,8 +180,12 @@ class ModelSource:
 
     def __reduce__(self) -> tuple[Callable[..., ModelSource], tuple[Any, ...]]:
         values = tuple(getattr(self, field.name) for field in fields(self))
-        by_call, files = registry.registered.by_call, registry.registered.files
-        models = {name: by_call[name] for name in self.config.architectures if name in by_call}
+        models_by_call, files = registry.registered.models_by_call, registry.registered.files
+        models = {
+            name: models_by_call[name]
+            for name in self.config.architectures
+            if name in models_by_call
+        }
         try:
             # Pickled to bytes, because classes of the user's files exist only after _restore has
             # run these.
@@ -198,7 +202,7 @@ def _restore(files: list[Path], pickled: bytes) -> ModelSource:
     for path in files:
         registry.load_model_code(path)
     models, values = pickle.loads(pickled)
-    registry.registered.by_call.update(models)
+    registry.registered.models_by_call.update(models)
     return ModelSource(*values)
 
 

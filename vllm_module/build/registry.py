@@ -95,12 +95,12 @@ class Registrations:
     """Models that were registered in this process.
 
     Attributes:
-        by_call: arguments of :func:`register_model`, by architecture.
+        models_by_call: arguments of :func:`register_model`, by architecture.
         files: paths given to :func:`load_model_code`.
 
     """
 
-    by_call: dict[str, Any] = field(default_factory=dict)
+    models_by_call: dict[str, Any] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
 
 
@@ -131,7 +131,7 @@ def register_model(architecture: str, model: type[vLLMModule] | str) -> None:
             raise ValueError(f"expected 'package.module:Class', got {model!r}")
     elif (wrong := _not_a_model(architecture, model)) is not None:
         raise TypeError(wrong)
-    registered.by_call[architecture] = model
+    registered.models_by_call[architecture] = model
 
 
 def load_model_code(path: Path) -> None:
@@ -162,7 +162,7 @@ def load_model_code(path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     # Set before the file runs, as an import does: pickle and dataclasses look here.
     sys.modules[name] = module
-    before = dict(registered.by_call), dict(registered_sources)
+    before = dict(registered.models_by_call), dict(registered_sources)
     streams = sys.stdout, sys.stderr
     try:
         spec.loader.exec_module(module)
@@ -173,7 +173,7 @@ def load_model_code(path: Path) -> None:
                 "open, or redirect them while it prints"
             )
         models = _models_in(module)
-        if not models and (registered.by_call, registered_sources) == before:
+        if not models and (registered.models_by_call, registered_sources) == before:
             raise UnsupportedModelError(
                 f"model_code {printable(path)} has no model: expected a subclass of vLLMModule "
                 "with the name of an architecture, or a call of register_model or register_source"
@@ -193,7 +193,7 @@ def supported_architectures() -> list[str]:
     """Return all names that :func:`model_class` knows, sorted."""
     # Files also define the layers of their models.
     of_files = {name for name, cls in _from_files.items() if hasattr(cls, "compute_logits")}
-    return sorted({*_OURS, *_announced(), *of_files, *registered.by_call})
+    return sorted({*_OURS, *_announced(), *of_files, *registered.models_by_call})
 
 
 def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -> type[vLLMModule]:
@@ -338,7 +338,7 @@ def _line(error: BaseException, file: str | None) -> str:
 
 
 def _target(architecture: str) -> type[vLLMModule] | str | None:
-    target = registered.by_call.get(architecture) or _from_files.get(architecture)
+    target = registered.models_by_call.get(architecture) or _from_files.get(architecture)
     if target is not None:
         return target
     targets = _announced().get(architecture, [])

@@ -65,7 +65,7 @@ class Planner:
         # By tensor and slot, the names that fill it, each with the path that it leads to. A tied
         # tensor has several: the first is read, and the others are compared with it.
         self._claims: dict[torch.Tensor, dict[str, list[tuple[str, str]]]] = {}
-        self._in_part: set[torch.Tensor] = set()  # of which some elements are sent
+        self._partial_tensors: set[torch.Tensor] = set()  # of which some elements are sent
         self._zeros: list[tuple[str, Weight]] = []
 
     @staticmethod
@@ -194,7 +194,7 @@ class Planner:
             first, _ = claimed[0]
             by_path = [other for other, led_to in claimed if led_to == path]
             # A tied tensor may be stored under each of its paths. Some elements cannot be compared.
-            if by_path or isinstance(weight, Changes) or tensor in self._in_part:
+            if by_path or isinstance(weight, Changes) or tensor in self._partial_tensors:
                 other = by_path[0] if by_path else first
                 by = "another tensor of this name" if other == name else shorten(other)
                 problem = Problem(name, f"{path} is already filled by {by}")
@@ -213,7 +213,7 @@ class Planner:
         else:
             names.append(name)
         if isinstance(weight, Changes):
-            self._in_part.add(tensor)
+            self._partial_tensors.add(tensor)
         self._paths.append(path)
         self.fills.append(Fill(name, slot, weight, location, tied_to))
 

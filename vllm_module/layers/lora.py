@@ -115,13 +115,13 @@ class LayerAdapters:
         """Return whether a step has added something of an adapter; of slots, that of any."""
         return self._used_slots or number in self._used
 
-    def in_slots(self) -> tuple[SlotMemory, torch.Tensor] | None:
+    def row_slots(self) -> tuple[SlotMemory, torch.Tensor] | None:
         """Return the memory of slots and the slots of the step's rows; ``None`` on a CPU."""
-        if self.rows.in_slots is None:
+        if self.rows.row_slots is None:
             return None
         assert self.memory is not None
         self._used_slots = True
-        return self.memory, self.rows.in_slots
+        return self.memory, self.rows.row_slots
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return ``y [..., output]`` with what adapters add for ``x [..., input]``."""
@@ -129,8 +129,8 @@ class LayerAdapters:
             return y
         x, flat = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         self.rows.check(len(x))
-        if (in_slots := self.in_slots()) is not None:
-            in_slots[0].add(x, flat, self.rows.by_slot())
+        if (row_slots := self.row_slots()) is not None:
+            row_slots[0].add(x, flat, self.rows.by_slot())
             return flat.view(y.shape)
         present, places = self.present(), self.rows.places
         if places is not None and len(present) == len(self.rows.groups):
@@ -157,8 +157,8 @@ class LayerAdapters:
             return y
         tokens, flat = tokens.reshape(-1), y.reshape(-1, y.shape[-1])
         self.rows.check(len(tokens))
-        if (in_slots := self.in_slots()) is not None:
-            memory, slots = in_slots
+        if (row_slots := self.row_slots()) is not None:
+            memory, slots = row_slots
             if elsewhere is not None:
                 slots = slots.masked_fill(elsewhere.reshape(-1), -1)
             memory.add_columns(tokens, slots, flat)
@@ -196,8 +196,8 @@ class LayerAdapters:
             raise RuntimeError(
                 "experts with adapters are called without the token of each row: give tokens="
             )
-        if (in_slots := self.in_slots()) is not None:
-            memory, slots = in_slots
+        if (row_slots := self.row_slots()) is not None:
+            memory, slots = row_slots
             memory.add_experts(x, sources, slots[tokens], offsets, y)
             return y
         adapters = self.rows.of(tokens)

@@ -44,7 +44,7 @@ class AdapterRows:
             are one adapter's.
         updates: how often an adapter of the model has been updated.
         slots: on a device, which adapter is in which slot; then the two above are empty.
-        in_slots: int32 ``[rows]``: the slot of each row, or -1; ``None`` in steps of the base.
+        row_slots: int32 ``[rows]``: the slot of each row, or -1; ``None`` in steps of the base.
 
     Args:
         slots: the same.
@@ -53,12 +53,12 @@ class AdapterRows:
 
     def __init__(self, slots: AdapterSlots | None = None) -> None:
         self.updates, self.slots = 0, slots
-        self.in_slots: torch.Tensor | None = None
-        self._by_slot: dict[int, SlotRows] = {}
+        self.row_slots: torch.Tensor | None = None
+        self._slot_rows: dict[int, SlotRows] = {}
         self.places: Places | None = None
         self.groups: list[tuple[int, Rows]] = []
         self._numbers = torch.empty(0, dtype=torch.int64)  # adapter of each row, on the host
-        self._of_row: torch.Tensor | None = None  # and on the device, once it is asked for
+        self._row_adapters: torch.Tensor | None = None  # and on the device, once it is asked for
 
     def set(self, adapters: Mapping[int, int], starts: list[int], device: torch.device) -> None:
         """Set them for a step.
@@ -77,12 +77,12 @@ class AdapterRows:
     @property
     def any(self) -> bool:
         """True if the step has rows of an adapter, or replays with any that it has."""
-        return bool(self.groups) or self.in_slots is not None
+        return bool(self.groups) or self.row_slots is not None
 
     def set_slots(self, slots: torch.Tensor | None) -> None:
         """Set the slots of a step's rows, int32 ``[rows]`` on the device; ``None`` for the base."""
-        self.in_slots = slots
-        self._by_slot.clear()
+        self.row_slots = slots
+        self._slot_rows.clear()
 
     def by_slot(self, heads: int = 1) -> SlotRows:
         """Return the rows of all heads, one head after another, by slot and head.
@@ -90,15 +90,15 @@ class AdapterRows:
         They are sorted once for all layers of a step.
         """
         assert self.slots is not None
-        assert self.in_slots is not None
-        if heads not in self._by_slot:
-            slots = self.in_slots
+        assert self.row_slots is not None
+        if heads not in self._slot_rows:
+            slots = self.row_slots
             if heads > 1:
                 head = torch.arange(heads, dtype=torch.int32, device=slots.device)
                 each = slots * heads + head.unsqueeze(1)
                 slots = torch.where(slots < 0, -1, each).view(-1).int()
-            self._by_slot[heads] = SlotRows.of(slots, self.slots.count, heads)
-        return self._by_slot[heads]
+            self._slot_rows[heads] = SlotRows.of(slots, self.slots.count, heads)
+        return self._slot_rows[heads]
 
     def select(self, rows: list[int]) -> None:
         """Go on with some rows of the step, such as those whose logits are computed."""
@@ -106,7 +106,7 @@ class AdapterRows:
             self._set(self._numbers[rows], self._device)
 
     def _set(self, numbers: torch.Tensor, device: torch.device) -> None:
-        self._numbers, self._device, self._of_row = numbers, device, None
+        self._numbers, self._device, self._row_adapters = numbers, device, None
         self.groups, self.places = [], None
         rows_of = {
             adapter: (numbers == adapter).nonzero().view(-1)
@@ -122,13 +122,13 @@ class AdapterRows:
 
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the adapter, or -1, of each of these rows of the step."""
-        if self._of_row is None:
-            self._of_row = self._numbers.to(self._device)
-        return self._of_row[tokens]
+        if self._row_adapters is None:
+            self._row_adapters = self._numbers.to(self._device)
+        return self._row_adapters[tokens]
 
     def check(self, rows: int) -> None:
         """Raise ``RuntimeError`` if a layer is not given a row for each token of the step."""
-        tokens = len(self._numbers if self.in_slots is None else self.in_slots)
+        tokens = len(self._numbers if self.row_slots is None else self.row_slots)
         if rows != tokens:
             raise RuntimeError(
                 f"a layer with an adapter is given {rows} rows, and {tokens} tokens: "

@@ -35,13 +35,13 @@ class SlotRows(NamedTuple):
         rows: int32 ``[rows]``; those of the base come last.
         offsets: int32 ``[groups + 1]``; the first row of each group. A group is a slot, or one head
             or expert of a slot.
-        of_slots: the same of slots, ``[slots + 1]``.
+        slot_offsets: the same of slots, ``[slots + 1]``.
 
     """
 
     rows: torch.Tensor
     offsets: torch.Tensor
-    of_slots: torch.Tensor
+    slot_offsets: torch.Tensor
 
     @classmethod
     def of(cls, slots: torch.Tensor, count: int, each: int = 1) -> SlotRows:
@@ -169,9 +169,9 @@ class SlotMemory:
         if back:
             low = lora_shrink(given, b.transpose(1, 2), rows.rows, rows.offsets)
             a = self.a.transpose(1, 2)
-            lora_expand(low, a, self.scale, ends, rows.rows, rows.of_slots, flat)
+            lora_expand(low, a, self.scale, ends, rows.rows, rows.slot_offsets, flat)
         else:
-            low = lora_shrink(given, self.a, rows.rows, rows.of_slots)
+            low = lora_shrink(given, self.a, rows.rows, rows.slot_offsets)
             scale = self.scale.repeat_interleave(heads, 0)
             lora_expand(low, b, scale, ends, rows.rows, rows.offsets, flat)
 

@@ -38,9 +38,9 @@ class AdaptedHeads(NamedTuple):
         y = torch.bmm(x, self.weight)
         rows_of_step = self.adapters.rows
         rows_of_step.check(x.shape[1])
-        if (in_slots := self.adapters.in_slots()) is not None:
+        if (row_slots := self.adapters.row_slots()) is not None:
             heads = rows_of_step.by_slot(len(x))
-            in_slots[0].add_heads(x, y, heads, self.features, back=not self.gives_features)
+            row_slots[0].add_heads(x, y, heads, self.features, back=not self.gives_features)
             return y
         for _, (a, b, parts, _), rows in self.adapters.present():
             (part,) = parts

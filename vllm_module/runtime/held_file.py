@@ -40,7 +40,7 @@ class ServedTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    by_rows: bool  # False if the ranks hold boxes of another view of it
+    holds_rows: bool  # False if the ranks hold boxes of another view of it
     begin: int  # byte in the file
 
     @property
@@ -66,8 +66,8 @@ class ServedFile:
     def __init__(self, listed: Iterable[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end, placed = 0, []
-        for name, shape, dtype, by_rows in listed:
-            placed.append(ServedTensor(name, shape, dtype, by_rows, end))
+        for name, shape, dtype, holds_rows in listed:
+            placed.append(ServedTensor(name, shape, dtype, holds_rows, end))
             end += placed[-1].nbytes
             offsets = [placed[-1].begin, end]
             header[name] = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": offsets}
@@ -197,13 +197,13 @@ class HeldFile(ServedFile):
         """Return some bytes of a tensor, out of the rows that have them."""
         count = tensor.shape[0] if tensor.shape else 1
         row = tensor.nbytes // count
-        rows = (first // row, -(-last // row)) if tensor.by_rows else (0, count)
+        rows = (first // row, -(-last // row)) if tensor.holds_rows else (0, count)
         whole = self._whole  # other threads replace it
         if whole is not None and whole[:2] == (tensor.name, changes):
             taken = whole[2]
         else:
             taken = self._take(tensor, *rows)
-            if not tensor.by_rows:
+            if not tensor.holds_rows:
                 self._whole = tensor.name, changes, taken
         return _memory(taken)[first - rows[0] * row : last - rows[0] * row]
 

@@ -119,8 +119,8 @@ class ModelRunner:
         """
         count, sequences = len(inputs.input_ids), len(inputs.context_lens)
         decodes = inputs.max_query_len == 1
-        if inputs.of_engines is not None:
-            decodes = inputs.of_engines[1]
+        if inputs.engines_step is not None:
+            decodes = inputs.engines_step[1]
         kind = bool(inputs.adapters), decodes
         size = self._graph_size(inputs, kind)
         if self._slots is None and (inputs.adapters or self._adapters.groups):
@@ -272,8 +272,8 @@ class ModelRunner:
     def _graph_size(self, inputs: StepInputs, kind: _Kind) -> int | None:
         """Return the number of tokens of the graph to replay; ``None`` for a step without one."""
         sizes, most = self._sizes[kind[1]], len(inputs.input_ids)
-        if inputs.of_engines is not None:
-            most, _ = inputs.of_engines
+        if inputs.engines_step is not None:
+            most, _ = inputs.engines_step
         at = bisect_left(sizes, most)
         if self._own_tokens is not None:  # also of engines whose step replays no graph
             self._own_tokens.most = sizes[at] if at < len(sizes) else most

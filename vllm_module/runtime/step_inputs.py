@@ -89,7 +89,7 @@ class StepInputs:
         num_sampled: 0 if ``input_ids`` are tokens. Otherwise they are indices of the
             ``num_sampled`` tokens that the step before has chosen, which are on the device.
         adapters: by index of a sequence, the number of its adapter, if it has one.
-        of_engines: the most tokens that an engine has in this step, of those that share their
+        engines_step: the most tokens that an engine has in this step, of those that share their
             experts, and whether all of them only decode; ``None`` for one engine.
         pages, states: what is copied before that, as in :class:`Step`, with the copies of saved
             states; ``None`` for nothing. The slot of a sequence's state is the row of its block
@@ -108,7 +108,7 @@ class StepInputs:
     rows: list[int]
     max_query_len: int
     num_sampled: int = 0
-    of_engines: tuple[int, bool] | None = None
+    engines_step: tuple[int, bool] | None = None
     pages: Moves | None = None
     states: Moves | None = None
     adapters: dict[int, int] = field(default_factory=dict)

@@ -187,7 +187,7 @@ class Backends:
     ) -> None:
         folder = new_folder("several engines", owner=self)  # nobody else may open it
         self._guard = Guard()
-        self._of_prefix: OrderedDict[int, Backend] = OrderedDict()
+        self._prefix_backends: OrderedDict[int, Backend] = OrderedDict()
         self._turn = 0
         self.all: list[Backend] = []
         cores, count = sorted(os.sched_getaffinity(0)), len(environments)
@@ -234,17 +234,17 @@ class Backends:
         if not usable:
             return None
         fewest = min(each.running for each in usable)
-        known = (self._of_prefix.get(each) for each in reversed(prefixes))
+        known = (self._prefix_backends.get(each) for each in reversed(prefixes))
         chosen = next((each for each in known if each in usable), None)
         if chosen is None or chosen.running > 2 * fewest + _SLACK:
             self._turn += 1
             idle = [each for each in usable if each.running == fewest]
             chosen = idle[self._turn % len(idle)]
         for each in prefixes:
-            self._of_prefix[each] = chosen
-            self._of_prefix.move_to_end(each)
-        while len(self._of_prefix) > _MOST_PREFIXES:
-            self._of_prefix.popitem(last=False)
+            self._prefix_backends[each] = chosen
+            self._prefix_backends.move_to_end(each)
+        while len(self._prefix_backends) > _MOST_PREFIXES:
+            self._prefix_backends.popitem(last=False)
         return chosen
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ class ShardedState(Checkpoint):
         self._place = folder
         self.load_format = "sharded_state"
         self._digest = hashlib.sha256(data).hexdigest()
-        self._of_rank: dict[int, Checkpoint] = {}
+        self._checkpoints: dict[int, Checkpoint] = {}
 
     @cached_property
     def _files(self) -> tuple[WeightFile, ...]:  # type: ignore[override]
@@ -213,26 +213,26 @@ class ShardedState(Checkpoint):
 
         Raises ``CheckpointFormatError`` if a file is missing or is not the file that was written.
         """
-        if rank not in self._of_rank:
+        if rank not in self._checkpoints:
             with ExitStack() as opened:
                 files = []
                 for part, expected in enumerate(self.manifest.ranks[rank]):
                     file = _opened(self._place, shard_name(rank, part), expected, rank)
                     opened.callback(file.close)
                     files.append(file)
-                self._of_rank[rank] = self._place.checkpoint(files, "sharded_state")
+                self._checkpoints[rank] = self._place.checkpoint(files, "sharded_state")
                 opened.pop_all()
-        return self._of_rank[rank]
+        return self._checkpoints[rank]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of those ranks whose files are open."""
-        return sum(each.nbytes for each in self._of_rank.values())
+        return sum(each.nbytes for each in self._checkpoints.values())
 
     @property
     def bytes_read(self) -> int:
         """Bytes of tensors read so far, of all ranks."""
-        return sum(each.bytes_read for each in self._of_rank.values())
+        return sum(each.bytes_read for each in self._checkpoints.values())
 
     @property
     def fingerprint(self) -> str:
@@ -241,7 +241,7 @@ class ShardedState(Checkpoint):
 
     def close(self) -> None:
         """Close the files of all ranks."""
-        for each in self._of_rank.values():
+        for each in self._checkpoints.values():
             each.close()
         self._place.close()
 

@@ -166,9 +166,9 @@ class StagedReader:
         self._buffer: _Buffer | None = None
         self._used = 0  # bytes used of the buffer
         # Weights and their regions of the buffer.
-        self._to_read: list[tuple[Handle, torch.Tensor]] = []
+        self._pending_reads: list[tuple[Handle, torch.Tensor]] = []
         # Copies and conversions to launch after reading.
-        self._to_launch: list[Callable[[], object]] = []
+        self._pending_launches: list[Callable[[], object]] = []
 
     def read(self, jobs: Iterable[Job]) -> None:
         """Read each weight, and launch its copy to its destination, or its conversion.
@@ -197,7 +197,7 @@ class StagedReader:
                 for piece, target in cut(weight, raw):
                     assert isinstance(target, torch.Tensor)
                     self._stage(piece, target)
-                self._to_launch.append(partial(destination.receive, raw))
+                self._pending_launches.append(partial(destination.receive, raw))
             self._launch()
         finally:
             self._release()
@@ -214,20 +214,20 @@ class StagedReader:
         place = self._buffer.memory[self._used : self._used + nbytes]
         host = place.view(weight.dtype).view(weight.shape)
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._to_read.append((weight, host))
+        self._pending_reads.append((weight, host))
         copy = partial(copy_weight, host, destination, weight, non_blocking=True)
-        self._to_launch.append(copy)
+        self._pending_launches.append(copy)
 
     def _launch(self) -> None:
         """Read the weights that have space in the buffer; launch their copies and conversions."""
         assert self._stream is not None
-        read_together(self._to_read)
-        self._device.run(self._stream, self._to_launch)
-        self._to_read, self._to_launch = [], []
+        read_together(self._pending_reads)
+        self._device.run(self._stream, self._pending_launches)
+        self._pending_reads, self._pending_launches = [], []
 
     def _release(self) -> None:
         """Return the buffer to the pool; if reading failed, drop the work that was not launched."""
-        self._to_read, self._to_launch = [], []
+        self._pending_reads, self._pending_launches = [], []
         buffer, self._buffer, self._used = self._buffer, None, 0
         if buffer is not None:
             assert self._stream is not None

@@ -117,7 +117,7 @@ class PipelineSteps:
         loaded = together(load, timeout=self._timeout, group=self._ranks.control)
         kept, described = zip(*loaded, strict=True)
         demand_alike(described)
-        self.worker.of_other_stages = kept
+        self.worker.other_stages = kept
 
 
 def heard_ahead(hear: Callable[[], Any], expect: Callable[[StepInputs], object]) -> Iterator[Any]:

@@ -107,7 +107,7 @@ class SharedExperts:
     def _begin_round(self, rounds: Rounds, inputs: Any) -> None:
         """Begin a step together with the other engines, and note what all have to know."""
         assert isinstance(inputs, StepInputs), "an encoder shares no experts"
-        inputs.of_engines = rounds.agree(len(inputs.input_ids), inputs.max_query_len == 1)
+        inputs.engines_step = rounds.agree(len(inputs.input_ids), inputs.max_query_len == 1)
 
     def _say_who_hangs(self) -> None:
         """Log for whom this rank waits."""

@@ -83,13 +83,13 @@ class Worker(WorkerExperts):
         rank: the number of this rank.
         own_tokens: the ranks of engines that share experts, each with tokens of its own; the
             executor sets it.
-        of_other_stages: what ranks of other pipeline stages keep of sequences; the executor sets
+        other_stages: what ranks of other pipeline stages keep of sequences; the executor sets
             it. All stages have the same pages and slots of states.
 
     """
 
     own_tokens: OwnTokens | None = None
-    of_other_stages: Sequence[SequenceMemory] = ()
+    other_stages: Sequence[SequenceMemory] = ()
     _pipe: StagePipe | None = None
 
     def __init__(
@@ -128,7 +128,7 @@ class Worker(WorkerExperts):
     @property
     def window(self) -> int | None:
         """Longest sliding window of a layer, in tokens; ``None`` if a layer has none."""
-        windows = self.kept.windows.union(*(each.windows for each in self.of_other_stages))
+        windows = self.kept.windows.union(*(each.windows for each in self.other_stages))
         if None in windows:
             return None
         return max((window for window in windows if window is not None), default=None)
@@ -149,7 +149,7 @@ class Worker(WorkerExperts):
     @property
     def has_states(self) -> bool:
         """True if layers of any stage keep a state of each sequence."""
-        return any((self.state_bytes, *(each.state_bytes for each in self.of_other_stages)))
+        return any((self.state_bytes, *(each.state_bytes for each in self.other_stages)))
 
     @property
     def caches_prefixes(self) -> bool:
@@ -190,7 +190,7 @@ class Worker(WorkerExperts):
 
     def _most_bytes(self) -> tuple[int, int]:
         """Return the bytes of a page and of a state on the rank where they are largest."""
-        others = self.of_other_stages
+        others = self.other_stages
         pages = max(self.page_bytes, *(each.page_bytes for each in others), 0)
         return pages, max(self.state_bytes, *(each.state_bytes for each in others), 0)
 

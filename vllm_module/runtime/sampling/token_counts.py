@@ -20,13 +20,14 @@ _CHECKED = 256  # calls after which a table that was too large for all of them i
 class _Entry(NamedTuple):
     """The table row of a sequence, and the number of tokens counted in it.
 
-    ``distinct`` is a bound: every token since the last count, which found ``at_first``, may be new.
+    ``distinct`` is a bound: every token since the last count, which found ``first_count``, may be
+    new.
     """
 
     place: int
     counted: int
     distinct: int
-    at_first: int
+    first_count: int
 
 
 class Update(NamedTuple):
@@ -95,7 +96,7 @@ class TokenCounts:
         needed = 1
         for row, entry in zip(rows, known, strict=True):
             length = len(row.token_ids)
-            few = entry is not None and entry.distinct <= 2 * max(_FEW, entry.at_first)
+            few = entry is not None and entry.distinct <= 2 * max(_FEW, entry.first_count)
             if entry is not None and few and 0 <= length - entry.counted <= 1:
                 added = row.token_ids[entry.counted :]
                 check_tokens(added, vocab)

@@ -128,7 +128,7 @@ class ChatTemplate:
         self._settings = tokenizer_settings(folder)
         self.named = named_templates(folder, self._settings) if template is None else {}
         self.source = self._default() if template is None else template
-        self._for_tools: ChatTemplate | None = None  # once it was used
+        self._tools_template: ChatTemplate | None = None  # once it was used
         self._shown: tuple[bool, bool] | None = None  # known after the first try
         self._unread: set[str] = set()  # variables that were logged as unread
         try:
@@ -213,10 +213,10 @@ class ChatTemplate:
 
         """
         if variables.get("tools") is not None and "tool_use" in self.named:
-            if self._for_tools is None:
+            if self._tools_template is None:
                 source = self.named["tool_use"]
-                self._for_tools = ChatTemplate(self.folder, source, self._process)
-            return self._for_tools.render(
+                self._tools_template = ChatTemplate(self.folder, source, self._process)
+            return self._tools_template.render(
                 messages,
                 add_generation_prompt,
                 content_format=content_format,

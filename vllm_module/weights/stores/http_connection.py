@@ -95,7 +95,7 @@ class HttpConnection(NamedTuple):
     """A connection, and headers for a proxy if it leads to one that is asked for whole URLs."""
 
     opened: http.client.HTTPConnection
-    to_proxy: dict[str, str] | None = None
+    proxy_headers: dict[str, str] | None = None
 
     @staticmethod
     def to(url: SplitResult) -> HttpConnection:
@@ -131,8 +131,8 @@ class HttpConnection(NamedTuple):
     def get(self, url: SplitResult, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Send a GET request, and return the answer once its headers have come."""
         target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        if self.to_proxy is not None:
-            target, headers = url.geturl(), headers | self.to_proxy
+        if self.proxy_headers is not None:
+            target, headers = url.geturl(), headers | self.proxy_headers
         self.opened.request("GET", target, headers=headers)
         return self.opened.getresponse()
 
