@@ -80,7 +80,9 @@ ORDER: list[Names] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.at_length)]
+)
 def test_one_graph_replays_steps_of_any_adapters(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

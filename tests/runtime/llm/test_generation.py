@@ -232,6 +232,7 @@ def test_an_fp8_cache_gives_nearly_the_same_logprobs(folder: Path, llm: LLM) -> 
             assert 0 < abs(moved) < within
 
 
+@pytest.mark.at_length
 def test_compiled_steps_give_the_same_tokens(folder: Path, theirs: Any, llm: LLM) -> None:
     """A compiled model gives the same tokens in steps of any size, with new weights too.
 
