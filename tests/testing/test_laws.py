@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from torch import nn
 
 from vllm_module import vLLMModule
 from vllm_module.distributed import tensor_parallel_group
@@ -120,8 +121,33 @@ def test_outputs_and_inputs_of_all_kinds_are_compared() -> None:
     assert assert_sharding_equivalent(Outputs, inputs=lambda module: inputs) > 0
 
 
+class Unsplit(vLLMModule):
+    """A plain linear layer, beside a parallel one."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        up, down = (8, 16), (16, 8)
+        self.up = nn.Linear(*up) if first else ColumnParallelLinear(*up)
+        self.down = RowParallelLinear(*down) if first else nn.Linear(*down)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.up(x))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("first", "named"), [(False, r"Unsplit\.down \(Linear\)"), (True, r"down \(RowParallelLinear")]
+)
+def test_a_module_that_fails_on_several_ranks_is_named(first: bool, named: str) -> None:
+    """Torch's words for it name no layer."""
+    expected = rf"on one of \d ranks, .*{named}.*: RuntimeError: mat1 and mat2 .*\n.*nn\.Linear"
+    with pytest.raises(AssertionError, match=expected):
+        assert_sharding_equivalent(Unsplit, first, inputs=lambda _: (torch.ones(2, 8),))
+
+
 ONE = MLP(4)
 MISUSES = {
+    "no function": ("inputs must be a function of the module", {"inputs": (torch.ones(4),)}),
     "a tensor": ("inputs must return a tuple", {"inputs": lambda module: torch.ones(4)}),
     "a plain module": ("must return a new vLLMModule", {"build": lambda inner: torch.nn.ReLU()}),
     "an instance": ("one module twice", {"build": lambda inner: ONE}),

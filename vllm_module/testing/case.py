@@ -215,6 +215,11 @@ class Case:
         """Arguments of ``forward``; ``None`` if the module has no ``forward``."""
         module: Any = self.whole
         if self._inputs is not None:
+            if not callable(self._inputs):
+                raise TypeError(
+                    "inputs must be a function of the module, such as inputs=lambda module: "
+                    f"(torch.randn(3, 8),), got {type(self._inputs).__name__}"
+                )
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # every process must draw the same inputs
                 inputs = self._inputs(module)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice, product
+from traceback import walk_tb
 from typing import Any
 
 import torch
+from torch import nn
 
+from vllm_module.base.messages import describe_error
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.tree import locations
 from vllm_module.errors import UnexpectedWeightError
@@ -42,7 +45,14 @@ def assert_sharding_equivalent(case: Case) -> None:
 
     def outputs(module: vLLMModule) -> list[Any]:
         module.load_weights(tensors)
-        return case.run(module)
+        try:
+            return case.run(module)
+        except Exception as error:
+            raise AssertionError(
+                f"on one of {size} ranks, {_raised_in(error, module)} fails, and not on one rank "
+                f"alone: {describe_error(error)}\nA column-parallel layer gives each rank a part "
+                "of the features, a row-parallel one takes a part, and nn.Linear has all of them."
+            ) from error
 
     for rank, got in enumerate(case.on_every_rank(outputs)):
         where = f"rank {rank} of {size}: output"
@@ -52,6 +62,14 @@ def assert_sharding_equivalent(case: Case) -> None:
         for index, (one, other) in enumerate(zip(got, expected, strict=True)):
             error = (one - other).norm() / other.norm()
             assert error < 0.5, f"{where} {index} differs by {error:.2g} of its norm"
+
+
+def _raised_in(error: Exception, module: vLLMModule) -> str:
+    """Return the path and class of the innermost module whose forward raised ``error``."""
+    paths = {each: path for path, each in module.named_modules(prefix=type(module).__name__)}
+    within = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    *_, last = (each for each in [module, *within] if isinstance(each, nn.Module) and each in paths)
+    return f"{paths[last]} ({type(last).__name__})"
 
 
 def assert_outputs(got: list[Any], expected: list[Any], where: str) -> None:
