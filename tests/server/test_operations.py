@@ -155,6 +155,9 @@ def test_pause_and_resume(server: Any) -> None:
     thread.join()
     assert answers[0][0] == 200
     assert server.ask("POST", "/pause", {"mode": "x"}, ADMIN)[0] == 400
+    code, answer = server.ask("POST", "/pause?mode=keep&clear_cache=false", key=ADMIN)
+    assert (code, server.llm.is_paused) == (400, False)
+    assert "as a JSON body: 'mode, clear_cache'" in answer["error"]["message"]
 
 
 def test_weights_change_over_http(server: Any, folder: Path, tmp_path: Path) -> None:
