@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams
+from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams, get_model
 from vllm_module.cli import main
-from vllm_module.core.digests import ModelDigest
+from vllm_module.core.digests import ModelDigest, own_tensors
+from vllm_module.core.module import vLLMModule
+from vllm_module.distributed import pipeline_parallel
 from vllm_module.errors import (
     CheckpointFormatError,
     ModelNotReadyError,
@@ -125,6 +127,99 @@ def test_an_update_is_compared_with_the_digests_it_should_have(folder: Path) -> 
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].outputs
 
 
+def test_digests_of_no_tensor_are_refused_before_anything_is_written(folder: Path) -> None:
+    """A name that the model lacks, what is no digest, and what an update cannot change."""
+    weights = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    digests, name = stored(folder), "model.layers.1.self_attn.k_proj.weight"
+    changed = {**weights, name: weights[name] * 2}
+    new = digests | {name: digest_box(changed[name]).hex}
+    wrong: list[tuple[Any, str]] = [
+        ({**new, "model.layers.2.norm.weight": digests[name]}, r"name model\.layers\.2\.n"),
+        (
+            {**new, "model.norm.weigt": digests[name]},
+            r"name model\.norm\.weigt, and the model has no",
+        ),
+        (
+            {name: 5},
+            "the digest of 'model.layers.1.self_attn.k_proj.weight' should be text of 32 h",
+        ),
+        ({name: digests[name][1:]}, "should be text of 32 hexadecimal digits"),
+        ({5: digests[name]}, "the digest of 5 should be"),
+        ([name], "digests should be digests by name, or None"),
+    ]
+    with engine(folder) as llm:
+        first = llm.digest()
+        for given, message in wrong:
+            for sent in (changed, iter(changed.items())):
+                with pytest.raises(ValueError, match=message):
+                    llm.update_weights(sent, digests=given, weight_version="new")
+        other = {"model.norm.weight": weights["model.norm.weight"]}
+        with pytest.raises(WeightReadError, match=r"does not send .*k_proj.*Nothing was written"):
+            llm.update_weights(other, digests=new)
+        assert (llm.digest(), llm.weight_version) == (first, "0")
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].outputs
+        llm.update_weights(other, digests=digests)
+        llm.update_weights(changed, digests=new, weight_version="new")
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}])
+def test_digests_may_have_any_name_that_a_checkpoint_may_have(
+    folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """A tied tensor under both names, one that is stored fused, and one that a rule skips."""
+    weights = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    save_file({n: t.clone() for n, t in weights.items()}, tmp_path / "model.safetensors")
+    sent = {name: tensor * 2 for name, tensor in weights.items()}
+    path = "model.layers.0.self_attn."
+    parts = [sent.pop(f"{path}{each}_proj.weight") for each in "qkv"]
+    sent[f"{path}qkv_proj.weight"] = torch.cat(parts)
+    sent[f"{path}rotary_emb.inv_freq"] = torch.ones(4)
+    digests = {name: digest_box(tensor).hex for name, tensor in sent.items()}
+    with engine(tmp_path, **settings) as llm:
+        llm.update_weights(sent, digests=digests)
+        one = {name: each for name, each in sent.items() if name != "model.embed_tokens.weight"}
+        llm.update_weights(iter(one.items()), digests=digests)
+        for name in ("model.norm.weigt", "model.layers.2.mlp.up_proj.weight"):
+            with pytest.raises(ValueError, match="the model has no such tensor"):
+                llm.update_weights(sent, digests={**digests, name: digests["lm_head.weight"]})
+        sent[f"{path}qkv_proj.weight"] = torch.cat(parts[::-1])
+        with pytest.raises(WeightReadError, match=r"layers\.0\.self_attn\.qkv_proj\.weight: send"):
+            llm.update_weights(sent, digests=digests)
+
+
+def test_what_other_pipeline_stages_hold_is_no_stage_s_own(folder: Path) -> None:
+    """A stage skips all names below a part of another one, misspelt ones among them."""
+    wrong = "model.norm.weigt"
+    names = {"model.norm.weight": 1, "model.layers.0.mlp.up_proj.weight": 0, wrong: None}
+    for rank in range(2):
+        with pipeline_parallel(rank=rank, size=2):
+            model = get_model(model_config=ModelConfig(model=str(folder)))
+        own = {name for name, stage in names.items() if stage == rank}
+        assert own_tensors(model, names).keys() == own
+
+
+def test_an_override_that_looks_at_tensors_is_asked_for_no_names() -> None:
+    """What it makes of a name shows when the tensor comes; the module's own names are known."""
+
+    class Halves(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.upper, self.lower = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+
+        def load_weights(self, weights: Any) -> set[str]:
+            halves = [
+                (name, half)
+                for _, t in weights
+                for name, half in zip(("upper", "lower"), t.view(2, 2), strict=True)
+            ]
+            return super().load_weights(halves)
+
+    found = own_tensors(Halves(), ["upper", "both"])
+    assert found == {"upper": (("upper", ""),), "both": (("both", None),)}
+
+
 def test_a_sharded_state_has_the_digest_of_its_checkpoint(folder: Path, tmp_path: Path) -> None:
     """Files that are cut for two ranks, fused and padded hold the same elements."""
     shard(ModelConfig(model=str(folder)), 2, tmp_path / "sharded")
@@ -152,6 +247,7 @@ def test_an_update_that_is_quantized_or_cast_is_compared_with_what_was_sent(
         llm.update_weights(weights, digests=sent)
         held = llm.digest().tensors
         assert held[name] != sent[name]
+        llm.update_weights(weights, digests=held)  # scales that each rank has computed, too
         llm.update_weights({name: weights[name]}, digests={name: held[name]})
         rolled = {name: weights[name].roll(1, 0)}
         with pytest.raises(WeightReadError, match=r"layers\.1\.mlp\.up_proj\.weight: send"):

@@ -171,7 +171,7 @@ def test_sleep_of_an_event_loop(folder: Path, llm: LLM) -> None:
                 assert not beside.is_sleeping
             with pytest.raises(ValueError, match="keeps no requests"):
                 await beside.sleep(mode="keep")
-            assert await beside.reset_prefix_cache() is True
+            assert await beside.reset_prefix_cache(reset_connector=True) is True
             assert await beside.collective_rpc(lambda worker: worker.rank) == [0]
             last = [each async for each in beside.generate({"prompt_token_ids": [1, 2, 3]}, TEN)]
             assert last[-1].outputs[0].token_ids == tokens(llm)

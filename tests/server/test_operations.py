@@ -155,6 +155,9 @@ def test_pause_and_resume(server: Any) -> None:
     thread.join()
     assert answers[0][0] == 200
     assert server.ask("POST", "/pause", {"mode": "x"}, ADMIN)[0] == 400
+    code, answer = server.ask("POST", "/pause?mode=keep&clear_cache=false", key=ADMIN)
+    assert (code, server.llm.is_paused) == (400, False)
+    assert "as a JSON body: 'mode, clear_cache'" in answer["error"]["message"]
 
 
 def test_weights_change_over_http(server: Any, folder: Path, tmp_path: Path) -> None:
@@ -184,6 +187,41 @@ def test_weights_change_over_http(server: Any, folder: Path, tmp_path: Path) -> 
     given = {"path": str(folder)}
     assert server.ask("POST", "/update_weights", given, ADMIN)[1] == {"weight_version": "step-7+1"}
     assert text() == before
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_choices_say_which_weights_computed_their_tokens(
+    server: Any, folder: Path, tmp_path: Path, path: str
+) -> None:
+    """A head of zeros gives only token 0, so tokens show their weights; the versions agree."""
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    save_file({"lm_head.weight": torch.zeros_like(head)}, tmp_path / "model.safetensors")
+    assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200
+    held = server.ask("GET", "/weight_version")[1]["weight_version"]
+    prompt: Any = {"prompt": "hello"}
+    create = server.client().completions.create
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "hello"}]}
+        create = server.client().chat.completions.create
+    body = {"model": "tiny", **prompt, "temperature": 0, "max_tokens": 400}
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    ids, said = [], []
+    for number, event in enumerate(create(stream=True, extra_body=extra, **body)):
+        if number == 0:
+            new = {"path": str(tmp_path), "weight_version": "zeros"}
+            for operation, given in (
+                ("pause", {"mode": "keep"}), ("update_weights", new), ("resume", {}),
+            ):  # fmt: skip
+                assert server.ask("POST", f"/{operation}", given, ADMIN)[0] == 200
+        ids += getattr(event.choices[0], "token_ids", None) or []
+        said += getattr(event.choices[0], "weight_versions", None) or []
+    (first, before), (second, after) = said
+    assert (first, second, before + after) == (held, "zeros", len(ids))
+    assert min(before, after) > 0
+    assert ids[before:] == [0] * after
+    answer = server.ask("POST", path, {**body, "n": 2, "max_tokens": 3, "ignore_eos": True})[1]
+    assert [each["weight_versions"] for each in answer["choices"]] == [[["zeros", 3]]] * 2
+    assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200
 
 
 def test_an_update_in_a_file_over_http(server: Any, folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import vllm_module.weights
+from vllm_module import LLM, AsyncLLM
+from vllm_module.server.app import ROUTES
+
 PAGE = Path(__file__).parents[2] / "docs/rollouts.md"
 PROMPTS = [[*range(40, 80)], [7, 8, 9]]  # the first one has whole pages of the cache
 Sample = tuple[list[int], list[int], list[float]]
@@ -71,3 +75,17 @@ def test_the_program_of_the_page(server: Any, folder: Path, tmp_path: Path) -> N
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         "step-1.safetensors", "step-2.safetensors",
     ]  # fmt: skip
+
+
+def test_what_the_table_names_is_here() -> None:
+    """Each path of its last column is a route, and each method one of an engine."""
+    rows = re.findall(r"^\|[^|]*\|[^|]*\|([^|]*)\|$", PAGE.read_text(), re.MULTILINE)
+    cells = " ".join(rows)
+    paths = set(re.findall(r"`(/[a-z0-9_/]+)`", cells))
+    assert paths <= {path for _, path, _, _ in ROUTES}
+    assert {"/pause", "/update_weights", "/v1/completions"} <= paths
+    methods = set(re.findall(r"`llm\.([a-z_]+)", cells))
+    assert methods <= {*dir(LLM), *dir(AsyncLLM)}
+    assert {"update_weights", "pause", "digest"} <= methods
+    for name in re.findall(r"`(init_weight_transfer|send_weights|receive_weights)\b", cells):
+        assert hasattr(vllm_module.weights, name)

@@ -101,9 +101,10 @@ def test_rank_0_that_hangs_once_all_have_come_is_named() -> None:
 def test_what_listens_and_does_not_answer_is_told_from_rank_0() -> None:
     """As rank 0 does if it is stopped: the system takes connections for it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        with pytest.raises(RankError, match=rf"rank 0 at .*:{port} does not answer within 0\.3 s"):
-            init_weight_transfer("127.0.0.1", port, 1, 2, timeout=0.3)
+        port, begin = silent.getsockname()[1], time.monotonic()
+        with pytest.raises(RankError, match=rf"rank 0 at .*:{port} does not answer within 1 s"):
+            init_weight_transfer("127.0.0.1", port, 1, 2, timeout=1)
+        assert time.monotonic() - begin < 2.5  # it was two seconds after the limit
 
 
 def test_who_is_one_too_many_is_refused() -> None:

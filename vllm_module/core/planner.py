@@ -282,11 +282,16 @@ class Planner:
 
 
 @contextmanager
-def planning(tree: Tree, weights: Weights, arrived: Arrived | None = None) -> Iterator[Planner]:
+def planning(
+    tree: Tree,
+    weights: Weights,
+    arrived: Arrived | None = None,
+    planner: Planner | None = None,
+) -> Iterator[Planner]:
     """Yield a planner that every ``load_weights`` of ``tree`` adds to while the block runs."""
     refuse_no_pairs(weights)
     with in_progress(tree.top.module):
-        planner = Planner(tree, arrived)
+        planner = planner or Planner(tree, arrived)
         token = _current.set(planner)
         try:
             yield planner

@@ -320,9 +320,13 @@ class AsyncLLM:
         """True while the weights or the KV cache sleep."""
         return bool(self.llm.executor.sleeping)
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Evict cached pages between two steps, as :meth:`~vllm_module.LLM.reset_prefix_cache`."""
-        return await self.call(lambda llm: llm.reset_prefix_cache())
+        return await self.call(
+            lambda llm: llm.reset_prefix_cache(reset_running_requests, reset_connector)
+        )
 
     async def collective_rpc(
         self,

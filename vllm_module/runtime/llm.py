@@ -102,7 +102,9 @@ class LLM(
     :meth:`close`, with the ``with`` block, or with this process. Under torchrun, its processes are
     the ranks: rank 0 returns from the constructor, and the others run the model inside it until
     rank 0 closes the engine, then exit, or go on if the program has initialized a process group.
-    A ``tensor_parallel_size`` of 1, or a ``distributed_executor_backend``, asks for something else.
+    It has to do so before: an ``init_process_group`` of rank 0 that waits for ranks in the
+    constructor ends them with a ``RankError``. A ``tensor_parallel_size`` of 1, or a
+    ``distributed_executor_backend``, asks for something else.
     Threads may share an ``LLM``; their requests are batched.
 
     Attributes:

@@ -13,7 +13,13 @@ from torch import nn
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.cooperative import SentBoxes
-from vllm_module.core.digests import ModelDigest, digest_of, source_digests
+from vllm_module.core.digests import (
+    ModelDigest,
+    OwnTensor,
+    digest_of,
+    own_tensors,
+    source_digests,
+)
 from vllm_module.core.report import fold
 from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.layout import Layout, layout_of_stages
@@ -23,6 +29,7 @@ from vllm_module.runtime.held_file import planned_layout
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.weights import Weight
+from vllm_module.weights.digests import is_part
 from vllm_module.weights.update_file import WeightUpdate
 
 if TYPE_CHECKING:
@@ -38,11 +45,13 @@ def _keep_digests(model: Any, *, keep: bool) -> bool:
     return bool(kept)
 
 
-def _held_and_sent(model: nn.Module, *, names: frozenset[str]) -> tuple[ModelDigest, ModelDigest]:
-    """Return the digests of these tensors as a rank holds them, and as they came."""
-    sent = source_digests(model)
-    boxes = {name: boxes for name, boxes in sent.boxes.items() if name in names}
-    return digest_of(model, names=names), ModelDigest(boxes, sent.ranks)
+def _held_and_sent(
+    model: nn.Module, *, held: frozenset[str], sent: frozenset[str]
+) -> tuple[ModelDigest, ModelDigest]:
+    """Return the digests of tensors as a rank holds them, and of tensors as they came."""
+    came = source_digests(model)
+    boxes = {name: boxes for name, boxes in came.boxes.items() if name in sent}
+    return digest_of(model, names=held), ModelDigest(boxes, came.ranks)
 
 
 def _check_target(planned: Layout, own: Layout) -> None:
@@ -91,10 +100,12 @@ class WeightMethods:
 
         An engine that sleeps at level 2 needs a whole checkpoint, and is awake afterwards.
 
-        ``digests`` are those that tensors should have afterwards, by the names of :meth:`digest`.
-        A tensor that is quantized or cast may have that of what was sent, in the dtype in which it
-        was sent, or that of what the engine holds. Only named tensors are looked at. If one has
-        another digest, the engine refuses to run, as after an update that failed.
+        ``digests`` are those that tensors should have afterwards, by the names of :meth:`digest` or
+        other names that a checkpoint may have for them. A tensor that is quantized or cast may have
+        that of what was sent, in the dtype in which it was sent, or that of what the engine holds.
+        Only named tensors are looked at. If one has another digest, the engine refuses to run, as
+        after an update that failed. Nothing is written if the model has no tensor of a name, or if
+        one that a mapping does not send has another digest than the engine's.
 
         ``weight_version`` names the weights from now on. Without one, versions are counted: ``"1"``
         comes after ``"0"``, and ``"a+1"`` after ``"a"``. Samples list the versions of their tokens.
@@ -104,14 +115,22 @@ class WeightMethods:
         engine meets those of a trainer, which send it what it keeps.
 
         Raises:
-            ValueError: a plan of boxes is to another layout than the engine's.
+            ValueError: a plan of boxes is to another layout than the engine's, or the model lacks a
+                tensor that ``digests`` name.
             WeightLoadError: the model refuses the weights.
-            WeightReadError: a tensor has another digest afterwards, an iterator lost touch with the
-                trainer that it receives from, or an update is for weights of another version.
+            WeightReadError: a tensor has another digest, an iterator lost touch with the trainer
+                that it receives from, or an update is for weights of another version.
             RuntimeError: the engine sleeps, and has its weights in host memory.
 
         """
         check_type("weight_version", weight_version, "text or None", str, type(None))
+        check_type("digests", digests, "digests by name, or None", Mapping, type(None))
+        for name, digest in (digests or {}).items():
+            if not isinstance(name, str) or not is_part({name: digest}):
+                raise ValueError(
+                    f"the digest of {shorten(name)} should be text of 32 hexadecimal digits, as "
+                    f"digest().tensors has them, got {shorten(digest)}"
+                )
         with self._changing():
             self.executor.check()
             if isinstance(weights, SentBoxes):
@@ -141,21 +160,30 @@ class WeightMethods:
         if digests is None:
             self.executor.update_weights(weights)
             return
+        own = self._own_tensors(weights, digests)
+        single = {name: each[0].name for name, each in own.items() if len(each) == 1}
         kept = self.executor.apply_model(partial(_keep_digests, keep=True))
-        names = frozenset(digests)
+        both = partial(_held_and_sent, held=frozenset(single.values()), sent=frozenset(digests))
         try:
             self.executor.update_weights(weights)
             try:
-                parts = self.executor.apply_model(partial(_held_and_sent, names=names))
-                every = zip(*parts, strict=True)
-                right = [sum(of_ranks, start=ModelDigest()).tensors for of_ranks in every]
+                every = zip(*self.executor.apply_model(both), strict=True)
+                held, sent = (sum(each, start=ModelDigest()).tensors for each in every)
             except (ValueError, WeightReadError) as error:
                 self.executor.refusal = describe_error(error)
                 raise
         finally:
             with suppress(RankError):  # ranks that have ended; the update has said so
                 self.executor.apply_model(partial(_keep_digests, keep=kept[0]))
-        wrong = [n for n, digest in digests.items() if digest not in [of.get(n) for of in right]]
+        # A tied tensor has several names, of which one came.
+        came = {(single.get(name, name), digest) for name, digest in sent.items()}
+        wrong = [
+            name
+            for name, digest in digests.items()
+            if own[name]
+            and digest != held.get(single.get(name, ""))
+            and (single.get(name, name), digest) not in came
+        ]
         if wrong:
             self.executor.refusal = (
                 "after an update of the weights, the engine does not have the digests that it "
@@ -163,6 +191,46 @@ class WeightMethods:
                 "checkpoint, or call reload_weights()"
             )
             raise WeightReadError(self.executor.refusal)
+
+    def _own_tensors(
+        self,
+        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
+        digests: Mapping[str, str],
+    ) -> dict[str, tuple[OwnTensor, ...]]:
+        """Return which of the engine's tensors the names of ``digests`` stand for.
+
+        Raises ``ValueError`` for a name that leads nowhere, and ``WeightReadError`` if a tensor has
+        another digest that a mapping does not send.
+        """
+        self.executor.alone("a comparison of digests")
+        sent = frozenset(weights) if isinstance(weights, Mapping) else frozenset[str]()
+        known: dict[str, tuple[OwnTensor, ...]] = {}
+        for of_rank in self.executor.apply_model(partial(own_tensors, names={*digests, *sent})):
+            known |= of_rank  # pipeline stages have others
+        if unknown := [name for name in digests if not (name in known or name in sent)]:
+            raise ValueError(
+                f"digests name {', '.join(map(printable_name, fold(unknown)))}, and the model has "
+                "no such tensor: names are those of llm.digest(). Nothing was written to the model."
+            )
+        own = {name: known.get(name, ()) for name in digests}
+        changed = {each.module for name in sent for each in known.get(name, ())}
+        refused = not known.keys() >= sent  # by the model, which says so
+        if not changed or None in changed or refused or not self.executor.can_run:
+            return own
+        same = {
+            name: each[0].name
+            for name, each in own.items()
+            if name not in sent and each and changed.isdisjoint(one.module for one in each)
+        }
+        parts = self.executor.apply_model(partial(digest_of, names=frozenset(same.values())))
+        held = sum(parts, start=ModelDigest()).tensors
+        if wrong := [name for name, own_name in same.items() if digests[name] != held[own_name]]:
+            raise WeightReadError(
+                f"the update does not send {', '.join(map(printable_name, fold(wrong)))}, and the "
+                "engine does not have the digests that it should have of them: send them, too, or "
+                "leave out their digests. Nothing was written to the model."
+            )
+        return own
 
     def _digest(self) -> ModelDigest:
         return sum(self.executor.apply_model(digest_of), start=ModelDigest())

@@ -133,6 +133,7 @@ class _Choices(Generic[_Body]):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "token_ids": delta.token_ids if self.body.return_token_ids else None,
+            **({"weight_versions": delta.weight_versions} if delta.finish_reason else {}),
         }
         self.fill(choice, delta)
         return choice

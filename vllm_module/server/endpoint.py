@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from vllm_module.base.messages import shorten
 from vllm_module.server.connection import Limits
 from vllm_module.server.errors import ApiError, as_api_error
 from vllm_module.server.json_body import encode, json_response, read_json
@@ -112,6 +113,8 @@ class Endpoint:
 
         try:
             self.keys.check(request.headers, self.right)
+            if self.right == "admin" and (names := ", ".join(request.query_params)):  # vLLM's place
+                raise ApiError(400, f"send what the query has as a JSON body: {shorten(names)}")
             await self.answer(request, await self._received(request), counting)
         except ClientDisconnect:
             return

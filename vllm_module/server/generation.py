@@ -35,6 +35,7 @@ class ChoiceDelta:
         first: True for the first delta of the choice.
         finish_reason, stop_reason: in its last delta.
         parts: what the text has become, in a conversation.
+        weight_versions: versions of the weights that computed all tokens, each with their number.
 
     """
 
@@ -47,6 +48,7 @@ class ChoiceDelta:
     finish_reason: str | None
     stop_reason: int | str | None
     parts: Sequence[Delta] = ()
+    weight_versions: Sequence[tuple[str, int]] = ()
 
 
 class Continuation:
@@ -130,6 +132,7 @@ class Continuation:
                         index not in told,
                         sample.finish_reason,
                         sample.stop_reason,
+                        weight_versions=sample.weight_versions,
                     )
                     told[index] = max(characters, len(sample.text)), len(sample.token_ids)
                     if sample.finish_reason is not None:

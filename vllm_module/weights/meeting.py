@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ _POLL = 0.01  # seconds between two looks whether all have met
 _LOOK = 1.0  # seconds between two looks of others than rank 0 at who has come
 _MARK = "+"
 _ANSWER = 2.0  # seconds after the time is over, in which this process says itself who did not come
+_QUIET = 0.5  # seconds without an answer, after which that is not waited for
 
 
 def init_weight_transfer(
@@ -65,19 +67,21 @@ def init_weight_transfer(
     if not 0 < timeout < 1e8:
         raise ValueError(f"timeout should be a number of seconds above 0, got {timeout!r}")
     device = torch.device(device)
-    left, met = Event(), Event()
-    waited, late = 0.0, ""
+    left, met, heard = Event(), Event(), Event()
+    waited, silent, late = 0.0, -timeout, ""  # it cannot answer before it is reached
 
     def lost() -> str:
         """Tell whether the store, whose waits have no limit while it is silent, takes too long."""
-        nonlocal waited, late
+        nonlocal waited, silent, late
         waited += SLICE
-        if waited > timeout * (1 + met.is_set()) + _ANSWER:
+        silent = 0.0 if heard.is_set() else silent + SLICE
+        heard.clear()
+        if waited > timeout * (1 + met.is_set()) + (_ANSWER if silent < _QUIET else 0):
             late = f"rank 0 at {printable(host)}:{port} does not answer within {timeout:g} s"
         return late
 
     meet = partial(
-        _meet, host, port, rank, world_size, device, timedelta(seconds=timeout), left, met
+        _meet, host, port, rank, world_size, device, timedelta(seconds=timeout), left, met, heard
     )
     try:
         return interruptibly(meet, lost=lost)
@@ -100,14 +104,17 @@ def _meet(
     timeout: timedelta,
     left: Event,
     met: Event,
+    heard: Event,
 ) -> dist.ProcessGroup:
     end = time.monotonic() + timeout.total_seconds()
     where = f"{printable(host)}:{port}"
     try:
+        if rank:
+            _reach(host, port, end, left, heard)
         store = _stores.TCPStore(
             host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
         )
-    except RuntimeError as error:  # of c10d, with the trace of C++ in its text
+    except (OSError, RuntimeError) as error:  # c10d's has the trace of C++ in its text
         reason = str(error).partition("\n")[0]
         if rank == 0:
             raise OSError(f"rank 0 cannot listen at {where}: {reason}") from None
@@ -117,7 +124,7 @@ def _meet(
             [0],
         ) from None
     try:
-        _check_in(store, where, rank, size, timeout, end, left)
+        _check_in(store, where, rank, size, timeout, end, left, heard)
         met.set()
         group = private_group(_stores.PrefixStore("weights", store), rank, size, device, timeout)
         if not left.is_set():
@@ -138,8 +145,29 @@ def _meet(
     raise failure
 
 
+def _reach(host: str, port: int, end: float, left: Event, heard: Event) -> None:
+    """Wait until something listens, or raise ``OSError`` at ``end``: c10d ends its tries later."""
+    while True:
+        try:
+            seconds = max(_POLL, end - time.monotonic())
+            socket.create_connection((host, port), seconds).close()
+            heard.set()
+            return
+        except OSError:
+            if time.monotonic() > end or left.is_set():
+                raise
+        time.sleep(_POLL)
+
+
 def _check_in(
-    store: Any, where: str, rank: int, size: int, timeout: timedelta, end: float, left: Event
+    store: Any,
+    where: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    end: float,
+    left: Event,
+    heard: Event,
 ) -> None:
     """Wait until all processes have come, or until ``end``; ``left`` tells that nobody waits.
 
@@ -163,6 +191,7 @@ def _check_in(
         try:  # not store.wait, which prints warnings when the time is over
             if store.check(["met"]):
                 return
+            heard.set()
             is_over = time.monotonic() > end or left.is_set()
             if rank == 0 or is_over or time.monotonic() > look:
                 look = time.monotonic() + _LOOK

@@ -66,7 +66,14 @@ def main(directory: Path) -> None:
     lead_or_follow(first, directory / "joined.pt")
     assert not dist.is_initialized()
 
+    # Rank 0 waits in it for the other one, which runs a model until it learns why it should not.
+    second = executor(directory)
+    if second.rank:
+        error = raised_by(second.follow)
+        assert isinstance(error, RankError), error
+        assert "it waits for the other ranks in torch.distributed.init_process_group" in str(error)
     dist.init_process_group("gloo")
+    second.close()
     lead_or_follow(executor(directory, tensor_parallel_size=2), directory / "found.pt")
     assert dist.is_initialized()
     raised = raised_by(partial(executor, tensor_parallel_size=3), directory)

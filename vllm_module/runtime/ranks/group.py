@@ -153,14 +153,19 @@ class Ranks:
             # Creating another group would need all processes of the world.
             self._join(present.group, present.group)
         elif present is None and (ranks := processes_of_world(config)) is not None:
-            if backend is None and not asked and local == 0:
-                exits = ", and exit then, because they have no process group of torch.distributed"
-                _log.warning(
-                    "the %d processes that were launched are the ranks of this engine: rank 0 "
-                    "returns from the constructor, and the others run the model in theirs until "
-                    "rank 0 closes the engine%s. tensor_parallel_size=1 or "
+            if backend is None:
+                exits = (
+                    ", and exit then, because they have no process group of torch.distributed. "
+                    "Rank 0 cannot make one as long as they do: call init_process_group before"
+                )
+                _log.log(
+                    logging.WARNING if not asked and local == 0 else logging.INFO,
+                    "the %d processes that were launched are the ranks of this engine, and this is "
+                    "rank %d: rank 0 returns from the constructor, and the others run the model in "
+                    "theirs until rank 0 closes the engine%s. tensor_parallel_size=1 or "
                     "distributed_executor_backend asks for other engines",
                     len(ranks),
+                    world()[0] - ranks.start,
                     "" if dist.is_initialized() else exits,
                 )
             self.device = own_device(self.device, local)
