@@ -11,7 +11,7 @@ from vllm_module.layout.layout import (
     RankBoxes,
     StoredTensorLayout,
 )
-from vllm_module.layout.layout_file import parse_layout, read_layout
+from vllm_module.layout.layout_file import layout_json, parse_layout, read_layout
 from vllm_module.layout.shards import layout_of_shards, rows
 from vllm_module.layout.stages import layout_of_stages
 from vllm_module.layout.state_dicts import layout_of_state_dict
@@ -31,6 +31,7 @@ __all__ = [
     "StoredTensorLayout",
     "Strided",
     "TransferPlan",
+    "layout_json",
     "layout_of_shards",
     "layout_of_stages",
     "layout_of_state_dict",

@@ -45,11 +45,13 @@ def _held_and_sent(model: nn.Module, *, names: frozenset[str]) -> tuple[ModelDig
     return digest_of(model, names=names), ModelDigest(boxes, sent.ranks)
 
 
-def _check_target(planned: Layout, own: Layout) -> None:
+def _check_target(planned: Layout, own_layout: Callable[..., Layout]) -> None:
     """Raise ``ValueError`` if ranks keep other boxes than those that a plan sends to them.
 
-    What does not come to a rank of a tensor that it is sent would be zeros there.
+    What does not come to a rank of a tensor that it is sent would be zeros there. ``own_layout`` is
+    of what the ranks keep, or of what they keep of the tensors of a layout.
     """
+    own = own_layout()
     if planned.ranks != own.ranks:
         raise ValueError(
             f"the plan of the boxes is to {planned.ranks} ranks, and the engine has {own.ranks}: "
@@ -57,8 +59,13 @@ def _check_target(planned: Layout, own: Layout) -> None:
         )
     if (planned.tensors, planned.partitions) == (own.tensors, own.partitions):
         return
+    try:
+        for name, _, _ in planned.names():
+            own.find(name)
+    except KeyError:  # a trainer's name
+        own = own_layout(planned)
     for name, entry, expert in planned.names():
-        with suppress(KeyError):  # the model refuses its name
+        with suppress(KeyError):  # the model skips it
             if planned.boxes_by_rank(entry, expert) != own.boxes_by_rank(*own.find(name)):
                 raise ValueError(
                     f"the plan of the boxes sends other parts of {printable_name(name)} to the "
@@ -115,7 +122,7 @@ class WeightMethods:
         with self._changing():
             self.executor.check()
             if isinstance(weights, SentBoxes):
-                _check_target(weights.plan.target, self._layout())
+                _check_target(weights.plan.target, self._layout)
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
             if isinstance(weights, WeightUpdate):
@@ -344,17 +351,24 @@ class WeightMethods:
         with self.engine.alone():
             return self._digest()
 
-    def layout(self) -> Layout:
-        """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan."""
-        with self.engine.alone():
-            return self._layout()
+    def layout(self, source: Layout | None = None) -> Layout:
+        """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan.
 
-    def _layout(self) -> Layout:
+        With a trainer's layout as ``source`` it is where they keep the tensors of the source, which
+        may have fused what the checkpoint has apart. Raises ``WeightLoadError`` if a load of these
+        would be refused (``RankError`` if another stage's rank refuses it).
+        """
+        with self.engine.alone():
+            return self._layout(source)
+
+    def _layout(self, source: Layout | None = None) -> Layout:
         self.executor.alone("layout")
         stages, size = self.executor.stages, self.executor.size // self.executor.stages
+        handles = None if source is None else source.handles()
+        of_stage = partial(planned_layout, ranks=size, source=handles)
         if stages == 1:
-            return planned_layout(self.executor.worker.model, ranks=size)
-        found = self.executor.apply_model(partial(planned_layout, ranks=size))
+            return of_stage(self.executor.worker.model)
+        found = self.executor.apply_model(of_stage)
         return layout_of_stages(found[::size])  # in the order of ranks, the last stage first
 
     def _check_whole(self) -> None:
