@@ -117,8 +117,8 @@ def plan(
         typer.Option(
             "--source",
             metavar="FILE",
-            help="With --layout: the layout of a trainer, whose names and shapes of tensors it has "
-            "in place of the checkpoint's.",
+            help="With --layout: write where the tensors of this layout of a trainer lie, in place "
+            "of the checkpoint's.",
         ),
     ] = None,
     adapter: AdapterOption = None,
