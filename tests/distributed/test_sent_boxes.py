@@ -25,6 +25,7 @@ from vllm_module import LLM, SamplingParams
 from vllm_module.cooperative import SentBoxes, send_boxes
 from vllm_module.distributed import together
 from vllm_module.errors import ModelNotReadyError, WeightLoadError, WeightReadError
+from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.layout import Layout, TransferPlan, layout_of_shards, layout_of_state_dict, rows
 from vllm_module.weights import init_weight_transfer
 
@@ -104,6 +105,9 @@ class Trainer:
             return dict(self.model.state_dict())
         return load_file(self.folder / "model.safetensors")
 
+    def digests(self) -> dict[str, str]:
+        return {name: digest_box(each).hex for name, each in self.weights().items()}
+
     def plan(self, llm: LLM) -> TransferPlan:
         port, weights = SUPPORT["free_port"](), self.weights()
 
@@ -172,6 +176,7 @@ def test_each_rank_gets_its_boxes(tmp_path: Path, case: str) -> None:
         sending = trainer.send(plan, port, unchanged, weight_version="next")
         llm.update_weights(
             SentBoxes(plan, "127.0.0.1", port, timeout=60, weight_version="next"),
+            digests=trainer.digests() if case in FUSED else None,
             weight_version="next",
         )
         for each in sending:

@@ -17,7 +17,7 @@ from vllm_module.cli.rank_plan import RankPlan
 from vllm_module.cli.tensor_plan import dtype_name, rank_list, tensor_rows
 from vllm_module.core.report import LoadReport
 from vllm_module.layout import Layout
-from vllm_module.runtime.held_file import planned_layout
+from vllm_module.runtime.planned_layout import planned_layout
 from vllm_module.weights.region import Region
 
 _MOST_COLUMNS = 4  # of one table of memory

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -306,28 +306,9 @@ def _layout(model: nn.Module) -> tuple[Layout, int]:
     return _layouts[model]
 
 
-_planned: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
-
-
-def planned_layout(model: Any, *, ranks: int, source: Mapping[str, Region] | None = None) -> Layout:
-    """Return where the ranks of a stage keep the tensors of a checkpoint; only moves change it.
-
-    With the tensors of a ``source``, it is where they keep these.
-    """
-    if source is not None:
-        plan = model.plan_weights(source)
-        plan.report.advice = "Its tensors are those of the source's layout."
-        return cast(Layout, plan.layout(ranks))
-    if model not in _planned:
-        regions = {name: Region.of(name, each) for name, each in model.expected_weights().items()}
-        _planned[model] = model.plan_weights(regions).layout(ranks)
-    return _planned[model]
-
-
 def forget_layout(model: nn.Module) -> None:
-    """Take the layouts of a model anew when they are asked for: experts have moved."""
+    """Take the layout of a model anew when it is asked for: experts have moved."""
     _layouts.pop(model, None)
-    _planned.pop(model, None)
 
 
 def _tensor(model: nn.Module, path: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.held_file import planned_layout
+from vllm_module.runtime.planned_layout import check_target, planned_layout
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.weights import Weight
@@ -38,40 +38,19 @@ def _keep_digests(model: Any, *, keep: bool) -> bool:
     return bool(kept)
 
 
-def _held_and_sent(model: nn.Module, *, names: frozenset[str]) -> tuple[ModelDigest, ModelDigest]:
-    """Return the digests of these tensors as a rank holds them, and as they came."""
-    sent = source_digests(model)
-    boxes = {name: boxes for name, boxes in sent.boxes.items() if name in names}
-    return digest_of(model, names=names), ModelDigest(boxes, sent.ranks)
+def _held_and_sent(
+    model: nn.Module, *, names: frozenset[str], layout: Layout | None
+) -> tuple[ModelDigest, ...]:
+    """Return the digests of these tensors as a rank holds them, and as they came.
 
-
-def _check_target(planned: Layout, own_layout: Callable[..., Layout]) -> None:
-    """Raise ``ValueError`` if ranks keep other boxes than those that a plan sends to them.
-
-    What does not come to a rank of a tensor that it is sent would be zeros there. ``own_layout`` is
-    of what the ranks keep, or of what they keep of the tensors of a layout.
+    Names that are not the model's own may be those of a plan's ``layout``.
     """
-    own = own_layout()
-    if planned.ranks != own.ranks:
-        raise ValueError(
-            f"the plan of the boxes is to {planned.ranks} ranks, and the engine has {own.ranks}: "
-            "make it to llm.layout()"
-        )
-    if (planned.tensors, planned.partitions) == (own.tensors, own.partitions):
-        return
-    try:
-        for name, _, _ in planned.names():
-            own.find(name)
-    except KeyError:  # a trainer's name
-        own = own_layout(planned)
-    for name, entry, expert in planned.names():
-        with suppress(KeyError):  # the model skips it
-            if planned.boxes_by_rank(entry, expert) != own.boxes_by_rank(*own.find(name)):
-                raise ValueError(
-                    f"the plan of the boxes sends other parts of {printable_name(name)} to the "
-                    "ranks than they keep: make it to llm.layout(), and again once experts or "
-                    "ranks have moved"
-                )
+    held, sent = digest_of(model, names=names), source_digests(model)
+    boxes = {name: boxes for name, boxes in sent.boxes.items() if name in names}
+    others, of_layout = names - held.boxes.keys() - boxes.keys(), ModelDigest()
+    if layout is not None and others:
+        of_layout = digest_of(model, layout, others)
+    return held, ModelDigest(boxes, sent.ranks), of_layout
 
 
 class WeightMethods:
@@ -100,8 +79,9 @@ class WeightMethods:
 
         ``digests`` are those that tensors should have afterwards, by the names of :meth:`digest`.
         A tensor that is quantized or cast may have that of what was sent, in the dtype in which it
-        was sent, or that of what the engine holds. Only named tensors are looked at. If one has
-        another digest, the engine refuses to run, as after an update that failed.
+        was sent, or that of what the engine holds. Those of ``SentBoxes`` may have the names of its
+        plan. Only named tensors are looked at. If one has another digest, the engine refuses to
+        run, as after an update that failed.
 
         ``weight_version`` names the weights from now on. Without one, versions are counted: ``"1"``
         comes after ``"0"``, and ``"a+1"`` after ``"a"``. Samples list the versions of their tokens.
@@ -122,7 +102,7 @@ class WeightMethods:
         with self._changing():
             self.executor.check()
             if isinstance(weights, SentBoxes):
-                _check_target(weights.plan.target, self._layout)
+                check_target(weights.plan.target, self._layout)
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
             if isinstance(weights, WeightUpdate):
@@ -149,11 +129,12 @@ class WeightMethods:
             self.executor.update_weights(weights)
             return
         kept = self.executor.apply_model(partial(_keep_digests, keep=True))
-        names = frozenset(digests)
+        target = weights.plan.target if isinstance(weights, SentBoxes) else None
+        looked_at = partial(_held_and_sent, names=frozenset(digests), layout=target)
         try:
             self.executor.update_weights(weights)
             try:
-                parts = self.executor.apply_model(partial(_held_and_sent, names=names))
+                parts = self.executor.apply_model(looked_at)
                 every = zip(*parts, strict=True)
                 right = [sum(of_ranks, start=ModelDigest()).tensors for of_ranks in every]
             except (ValueError, WeightReadError) as error:
