@@ -299,7 +299,7 @@ def test_a_plan_to_other_parts_than_the_ranks_keep_is_refused(tmp_path: Path) ->
             llm.rearrange_experts(placements={path: [*each][::-1] for path, each in old.items()})
             assert tokens(llm) == before
             with pytest.raises(ValueError, match=rf"other parts of .*{name}.*, and again once exp"):
-                llm.update_weights(SentBoxes(plan, "127.0.0.1", 1))
+                llm.update_weights(SentBoxes(plan, "127.0.0.1", 1, timeout=1))
 
 
 @contextmanager

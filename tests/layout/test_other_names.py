@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_module import LLM, DeviceConfig, ModelConfig, get_model
 from vllm_module.cooperative import SentBoxes
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import (
+    CheckpointFormatError,
     DuplicateWeightError,
     MisshapenWeightError,
     MissingWeightError,
@@ -134,11 +136,11 @@ def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path) -> None:
                 llm.layout(source)
             ours = layout_of_shards(source.tensors, 1, lambda *of: rows(*of[1:], ranks=1))
             with pytest.raises(error, match=re.escape(name)):
-                llm.update_weights(SentBoxes(TransferPlan(source, ours), "127.0.0.1", 1))
+                llm.update_weights(SentBoxes(TransferPlan(source, ours), "127.0.0.1", 1, timeout=1))
         # Names and shapes are right, and the boxes are not those of this engine's parameters.
         ours = layout_of_shards(trainer.tensors, 1, lambda *of: rows(*of[1:], ranks=1))
         with pytest.raises(ValueError, match=r"other parts of .*experts\.gate_up_proj"):
-            llm.update_weights(SentBoxes(TransferPlan(trainer, ours), "127.0.0.1", 1))
+            llm.update_weights(SentBoxes(TransferPlan(trainer, ours), "127.0.0.1", 1, timeout=1))
         assert (llm.digest(), llm.weight_version) == (digest, "0")
 
 
@@ -151,3 +153,12 @@ def test_fused_experts_of_a_dense_model(tmp_path: Path) -> None:
     plan = model.plan_weights(layout_of_state_dict(tensors).handles())
     with pytest.raises(UnexpectedWeightError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"):
         plan.layout()
+
+
+@pytest.mark.parametrize("dtype", ["float33", "nn"])
+def test_a_dtype_of_no_tensor_has_no_handle(dtype: str) -> None:
+    layout = layout_of_state_dict({"model.w": torch.empty(2)})
+    other = replace(layout, tensors=(replace(layout.tensors[0], dtype=dtype),))
+    assert layout.handles()["model.w"].dtype is torch.float32
+    with pytest.raises(CheckpointFormatError, match=rf"model\.w has the dtype '{dtype}'"):
+        other.handles()

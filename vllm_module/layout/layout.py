@@ -16,6 +16,7 @@ import torch
 from pydantic import ConfigDict, Field
 
 from vllm_module.base.messages import printable_name, shorten
+from vllm_module.errors import CheckpointFormatError
 from vllm_module.layout.strided import Count, Counts, Strided
 from vllm_module.weights.region import Region, whole
 
@@ -239,12 +240,16 @@ class Layout:
 
         ``model.plan_weights(layout.handles()).layout()`` is where the ranks of a model keep the
         tensors of another layout, by the names that they have there.
+
+        Raises ``CheckpointFormatError`` for a dtype that is not torch's.
         """
         handles = {}
         for name, entry, _ in self.names():
             dtype, sizes = getattr(torch, entry.dtype, None), torch.Size(entry.shape)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{printable_name(name)} has the dtype {shorten(entry.dtype)}")
+                raise CheckpointFormatError(
+                    f"{printable_name(name)} has the dtype {shorten(entry.dtype)}, which torch lacks"
+                )
             handles[name] = Region.within(name, sizes, whole(sizes), dtype)
         return handles
 
