@@ -248,7 +248,7 @@ class Layout:
             dtype, sizes = getattr(torch, entry.dtype, None), torch.Size(entry.shape)
             if not isinstance(dtype, torch.dtype):
                 raise CheckpointFormatError(
-                    f"{printable_name(name)} has the dtype {shorten(entry.dtype)}, which torch lacks"
+                    f"{printable_name(name)} has the dtype {shorten(entry.dtype)}: torch has none"
                 )
             handles[name] = Region.within(name, sizes, whole(sizes), dtype)
         return handles
