@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_module import ModelConfig, get_model, tensor_parallel
+from vllm_module import LLM, ModelConfig, get_model, tensor_parallel
 from vllm_module.build.model_source import ModelSource, build_model
 from vllm_module.cli.commands.plan import parse_size
 from vllm_module.cli.output import grouped
@@ -20,6 +21,7 @@ from vllm_module.cli.tensor_plan import Kept, KeptPiece, TensorPlan, tensor_rows
 from vllm_module.core.report import LoadReport, fold
 from vllm_module.distributed import run_ranks
 from vllm_module.hf_config import HFConfig
+from vllm_module.layout import TransferPlan, layout_json, layout_of_state_dict, read_layout
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.quantization import rules_for
 from vllm_module.runtime.cache.kv_cache import KVCache
@@ -54,6 +56,39 @@ def test_the_bytes_planned_are_the_bytes_loaded(run: Run, folder: Path, tp_size:
             assert torch.equal(planned, parameter[: len(planned)])
             assert not parameter[len(planned) :].any()
         assert rank["bytes_read"] == sum(read["bytes"] for read in rank["reads"])
+
+
+def test_a_layout_in_the_names_of_a_trainer(run: Run, tmp_path: Path) -> None:
+    """It has transformers' fused tensors; what is no layout, or of another model, is refused."""
+    config = AutoConfig.for_model(
+        "mixtral", vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    own, trainer = tmp_path / "layout.json", tmp_path / "trainer.json"
+    sharded = layout_of_state_dict(model.state_dict())
+    trainer.write_bytes(layout_json(sharded))
+    command = ["plan", tmp_path, "--tp", 2, "--layout", own, "--source", trainer]
+    for stages in (1, 2):
+        assert run(*command, "--pp", stages).code == 0
+        layout = read_layout(own)
+        found = {each.name: each.shape for each in layout.tensors}
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        assert (found, layout.ranks) == (expected, 2 * stages)
+        assert TransferPlan(sharded, layout).target_ranks == 2 * stages
+    with LLM(str(tmp_path), device="cpu", kv_cache_memory_bytes=1 << 20) as llm:
+        run("plan", tmp_path, "--layout", own, "--source", trainer)
+        assert read_layout(own) == llm.layout(sharded)
+    own.unlink()
+    failed = run("plan", tmp_path, "--source", trainer)
+    assert (failed.code, "--layout FILE" in failed.err) == (2, True)
+    trainer.write_bytes(layout_json(layout_of_state_dict({"model.w": torch.ones(2)})))
+    failed = run(*command)
+    assert (failed.code, "model.w: MixtralModel has no 'w'" in failed.err) == (1, True)
+    trainer.write_text("{}")
+    failed = run(*command)
+    assert (failed.code, "trainer.json" in failed.err, own.exists()) == (1, True, False)
 
 
 def test_stages_read_each_tensor_once(run: Run, folder: Path) -> None:

@@ -25,6 +25,7 @@ from vllm_module import LLM, SamplingParams
 from vllm_module.cooperative import SentBoxes, send_boxes
 from vllm_module.distributed import together
 from vllm_module.errors import ModelNotReadyError, WeightLoadError, WeightReadError
+from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.layout import Layout, TransferPlan, layout_of_shards, layout_of_state_dict, rows
 from vllm_module.weights import init_weight_transfer
 
@@ -36,6 +37,10 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 1 << 20, "max_model_len": 32,
     "distributed_executor_backend": "mp",
@@ -51,13 +56,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tensor_parallel_size": 2, "quantization": {"scheme": "int4_per_group", "group_size": 8}},
     ),
 }
+# The trainer has the state dict of transformers' class, which is no checkpoint's.
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "fused": ("qwen3_moe", {"tensor_parallel_size": 2}),
+    "fused, experts on ranks": ("mixtral", CASES["experts"][1]),
+    "fused, two stages": ("qwen3_moe", CASES["two stages"][1]),
+    "fused, FP8": ("mixtral", CASES["FP8"][1]),
+    "fused, int4": ("qwen3_moe", CASES["int4"][1]),
+}
+AT_LENGTH = ("fused, two stages", "fused, FP8", "fused, int4")
 
 
 def model_of(kind: str, seed: int) -> Any:
     """Return a model of transformers whose logits differ clearly."""
     torch.manual_seed(seed)
-    more = {"num_local_experts": 4} if kind == "mixtral" else {}
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
+    config = AutoConfig.for_model(kind, **SIZES | MORE.get(kind, {}))
+    model: Any = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.3)
@@ -79,15 +93,20 @@ def expected_tokens(model: Any) -> list[int]:
 
 
 class Trainer:
-    """Ranks of a trainer, each a thread, with a checkpoint's tensors whole on each."""
+    """Ranks of a trainer, each a thread, with all tensors of a checkpoint or model on each."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, model: Any = None) -> None:
+        self.folder, self.model = folder, model
         self.pool = ThreadPoolExecutor(TRAINERS)
         self.layout: Layout | None = None
 
     def weights(self) -> dict[str, torch.Tensor]:
+        if self.model is not None:
+            return dict(self.model.state_dict())
         return load_file(self.folder / "model.safetensors")
+
+    def digests(self) -> dict[str, str]:
+        return {name: digest_box(each).hex for name, each in self.weights().items()}
 
     def plan(self, llm: LLM) -> TransferPlan:
         port, weights = SUPPORT["free_port"](), self.weights()
@@ -97,8 +116,8 @@ class Trainer:
             return layout_of_state_dict(weights, group)
 
         self.layout, _ = self.pool.map(described, range(TRAINERS))
-        target = pickle.loads(pickle.dumps(llm.layout()))  # as it comes to the trainer
-        return TransferPlan(self.layout, target)
+        target = llm.layout() if self.model is None else llm.layout(self.layout)
+        return TransferPlan(self.layout, pickle.loads(pickle.dumps(target)))  # as it comes there
 
     def send(
         self,
@@ -128,10 +147,11 @@ class Trainer:
 @contextmanager
 def both(tmp_path: Path, case: str) -> Iterator[tuple[LLM, Trainer]]:
     """Yield an engine with weights of seed 0, and a trainer with those of seed 1."""
-    kind, more = CASES[case]
+    kind, more = (CASES | FUSED)[case]
     model_of(kind, 0).save_pretrained(tmp_path / "first")
-    model_of(kind, 1).save_pretrained(tmp_path / "next")
-    trainer = Trainer(tmp_path / "next")
+    model = model_of(kind, 1)
+    model.save_pretrained(tmp_path / "next")
+    trainer = Trainer(tmp_path / "next", model if case in FUSED else None)
     with LLM(str(tmp_path / "first"), **SETTINGS | more) as llm, trainer.pool:
         yield llm, trainer
 
@@ -140,16 +160,23 @@ def unchanged(rank: int) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in (*CASES, *FUSED) if case not in AT_LENGTH),
+        *(pytest.param(case, marks=pytest.mark.at_length) for case in AT_LENGTH),
+    ],
+)
 def test_each_rank_gets_its_boxes(tmp_path: Path, case: str) -> None:
     """Tokens are transformers', and of a quantized engine those of one that loads the weights."""
-    kind, more = CASES[case]
+    kind, more = (CASES | FUSED)[case]
     with both(tmp_path, case) as (llm, trainer):
         plan, port = trainer.plan(llm), SUPPORT["free_port"]()
         before = tokens(llm)
         sending = trainer.send(plan, port, unchanged, weight_version="next")
         llm.update_weights(
             SentBoxes(plan, "127.0.0.1", port, timeout=60, weight_version="next"),
+            digests=trainer.digests() if case in FUSED else None,
             weight_version="next",
         )
         for each in sending:
@@ -265,13 +292,14 @@ def test_a_plan_to_other_parts_than_the_ranks_keep_is_refused(tmp_path: Path) ->
         with pytest.raises(ValueError, match=r"other parts of model\.\S+ to the ranks than they"):
             llm.update_weights(SentBoxes(stages, "127.0.0.1", 1))
         assert tokens(llm) == before
-    with both(tmp_path / "experts", "experts") as (llm, trainer):
-        plan, before = trainer.plan(llm), tokens(llm)
-        old = llm.expert_placements()
-        llm.rearrange_experts(placements={path: [*each][::-1] for path, each in old.items()})
-        assert tokens(llm) == before
-        with pytest.raises(ValueError, match=r"other parts of .*experts.0.*, and again once exper"):
-            llm.update_weights(SentBoxes(plan, "127.0.0.1", 1))
+    for case, name in ("experts", "experts.0"), ("fused, experts on ranks", "experts.gate_up_proj"):
+        with both(tmp_path / case, case) as (llm, trainer):
+            plan, before = trainer.plan(llm), tokens(llm)
+            old = llm.expert_placements()
+            llm.rearrange_experts(placements={path: [*each][::-1] for path, each in old.items()})
+            assert tokens(llm) == before
+            with pytest.raises(ValueError, match=rf"other parts of .*{name}.*, and again once exp"):
+                llm.update_weights(SentBoxes(plan, "127.0.0.1", 1, timeout=1))
 
 
 @contextmanager

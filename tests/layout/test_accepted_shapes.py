@@ -12,7 +12,7 @@ import torch
 from vllm_module import vLLMModule
 from vllm_module.core.digests import ModelDigest, digest_of
 from vllm_module.kernels.digest.digest import digest_box
-from vllm_module.layout import parse_layout
+from vllm_module.layout import Layout, parse_layout
 from vllm_module.layout.layout_file import layout_json
 from vllm_module.parameters import (
     BasevLLMParameter,
@@ -24,6 +24,7 @@ from vllm_module.parameters import (
     PerTensorTableParameter,
     Slot,
 )
+from vllm_module.runtime.planned_layout import check_target, planned_layout
 from vllm_module.testing.layouts import cut_by
 from vllm_module.weights.region import Region
 
@@ -89,7 +90,10 @@ class Module(vLLMModule):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_the_layout_is_what_ranks_load(case: str, size: int) -> None:
-    """It is written and read, cuts the stored tensors for each rank, and digests add up."""
+    """It is written and read, cuts the stored tensors for each rank, and digests add up.
+
+    A plan to it is taken: of the same names, the ranks' own layout has other shapes.
+    """
     build, shapes, dtype = CASES[case]
     stored = {name: torch.randint(1, 200, shape).to(torch.uint8) for name, shape in shapes.items()}
     stored = {n: t.view(dtype) if dtype.itemsize == 1 else t.to(dtype) for n, t in stored.items()}
@@ -108,3 +112,10 @@ def test_the_layout_is_what_ranks_load(case: str, size: int) -> None:
     for name, tensor in stored.items():
         first, *others = together[name].values()
         assert sum(others, start=first) == digest_box(tensor)
+
+    def own_layout(source: Layout | None = None) -> Layout:
+        handles = None if source is None else source.handles()
+        return planned_layout(Module(build(0, size)), ranks=size, source=handles)
+
+    assert own_layout(layout) == layout
+    check_target(layout, own_layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ from vllm_module.cli.rank_plan import RankPlan
 from vllm_module.cli.tensor_plan import dtype_name, rank_list, tensor_rows
 from vllm_module.core.report import LoadReport
 from vllm_module.layout import Layout
+from vllm_module.runtime.planned_layout import planned_layout
+from vllm_module.weights.region import Region
 
 _MOST_COLUMNS = 4  # of one table of memory
 
@@ -45,6 +47,10 @@ class ModelPlan:
     def layout(self) -> Layout:
         """Which part of which tensor lies where; raises as :meth:`LoadPlan.layout` does."""
         return self.ranks[0].load.layout(len(self.ranks))
+
+    def layout_of(self, source: Mapping[str, Region]) -> Layout:
+        """Return which part of which tensor of a source lies where."""
+        return planned_layout(self.ranks[0].load.module, ranks=len(self.ranks), source=source)
 
     @property
     def report(self) -> LoadReport:

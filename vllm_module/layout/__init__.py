@@ -11,7 +11,7 @@ from vllm_module.layout.layout import (
     RankBoxes,
     StoredTensorLayout,
 )
-from vllm_module.layout.layout_file import parse_layout, read_layout
+from vllm_module.layout.layout_file import layout_json, parse_layout, read_layout
 from vllm_module.layout.makespan import Links, Simulated, fastest_plan, simulate
 from vllm_module.layout.shards import layout_of_shards, rows
 from vllm_module.layout.stages import layout_of_stages
@@ -35,6 +35,7 @@ __all__ = [
     "Strided",
     "TransferPlan",
     "fastest_plan",
+    "layout_json",
     "layout_of_shards",
     "layout_of_stages",
     "layout_of_state_dict",

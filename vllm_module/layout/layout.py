@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Final, Literal, NamedTuple
 
+import torch
 from pydantic import ConfigDict, Field
 
 from vllm_module.base.messages import printable_name, shorten
+from vllm_module.errors import CheckpointFormatError
 from vllm_module.layout.strided import Count, Counts, Strided
+from vllm_module.weights.region import Region, whole
 
 FORMAT: Final = "vllm-module layout"
 VERSION: Final = 1
@@ -231,6 +234,24 @@ class Layout:
             first, count = entry.experts
             for expert in range(first, first + count):
                 yield entry.name_of(expert), entry, expert
+
+    def handles(self) -> dict[str, Region]:
+        """Return what stands for each tensor where only a plan is wanted: its shape and dtype.
+
+        ``model.plan_weights(layout.handles()).layout()`` is where the ranks of a model keep the
+        tensors of another layout, by the names that they have there.
+
+        Raises ``CheckpointFormatError`` for a dtype that is not torch's.
+        """
+        handles = {}
+        for name, entry, _ in self.names():
+            dtype, sizes = getattr(torch, entry.dtype, None), torch.Size(entry.shape)
+            if not isinstance(dtype, torch.dtype):
+                raise CheckpointFormatError(
+                    f"{printable_name(name)} has the dtype {shorten(entry.dtype)}: torch has none"
+                )
+            handles[name] = Region.within(name, sizes, whole(sizes), dtype)
+        return handles
 
     def held_by(
         self, entry: StoredTensorLayout, expert: int | None = None

@@ -142,7 +142,8 @@ class _Routing:
             except KeyError:
                 raise ValueError(
                     f"{printable_name(name)} is kept by the target, and the source's layout lacks "
-                    "it: give the source's tensors the checkpoint's names"
+                    "it: give the source's tensors the checkpoint's names (names=), or make the "
+                    "plan to llm.layout(source), the engine's layout in the source's names"
                 ) from None
             if stored.shape != entry.shape:
                 raise ValueError(

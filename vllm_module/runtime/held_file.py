@@ -306,21 +306,9 @@ def _layout(model: nn.Module) -> tuple[Layout, int]:
     return _layouts[model]
 
 
-_planned: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
-
-
-def planned_layout(model: Any, *, ranks: int) -> Layout:
-    """Return where the ranks of a stage keep the tensors of a checkpoint; only moves change it."""
-    if model not in _planned:
-        regions = {name: Region.of(name, each) for name, each in model.expected_weights().items()}
-        _planned[model] = model.plan_weights(regions).layout(ranks)
-    return _planned[model]
-
-
 def forget_layout(model: nn.Module) -> None:
-    """Take the layouts of a model anew when they are asked for: experts have moved."""
+    """Take the layout of a model anew when it is asked for: experts have moved."""
     _layouts.pop(model, None)
-    _planned.pop(model, None)
 
 
 def _tensor(model: nn.Module, path: str) -> torch.Tensor:

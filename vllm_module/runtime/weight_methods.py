@@ -25,7 +25,7 @@ from vllm_module.errors import ModelNotReadyError, RankError, WeightReadError
 from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.engine import Engine
-from vllm_module.runtime.held_file import planned_layout
+from vllm_module.runtime.planned_layout import check_target, planned_layout
 from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.weights import Weight
@@ -52,28 +52,6 @@ def _held_and_sent(
     came = source_digests(model)
     boxes = {name: boxes for name, boxes in came.boxes.items() if name in sent}
     return digest_of(model, names=held), ModelDigest(boxes, came.ranks)
-
-
-def _check_target(planned: Layout, own: Layout) -> None:
-    """Raise ``ValueError`` if ranks keep other boxes than those that a plan sends to them.
-
-    What does not come to a rank of a tensor that it is sent would be zeros there.
-    """
-    if planned.ranks != own.ranks:
-        raise ValueError(
-            f"the plan of the boxes is to {planned.ranks} ranks, and the engine has {own.ranks}: "
-            "make it to llm.layout()"
-        )
-    if (planned.tensors, planned.partitions) == (own.tensors, own.partitions):
-        return
-    for name, entry, expert in planned.names():
-        with suppress(KeyError):  # the model refuses its name
-            if planned.boxes_by_rank(entry, expert) != own.boxes_by_rank(*own.find(name)):
-                raise ValueError(
-                    f"the plan of the boxes sends other parts of {printable_name(name)} to the "
-                    "ranks than they keep: make it to llm.layout(), and again once experts or "
-                    "ranks have moved"
-                )
 
 
 class WeightMethods:
@@ -134,7 +112,7 @@ class WeightMethods:
         with self._changing():
             self.executor.check()
             if isinstance(weights, SentBoxes):
-                _check_target(weights.plan.target, self._layout())
+                check_target(weights.plan.target, self._layout)
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
                 raise RuntimeError("the engine sleeps: wake_up() first")
             if isinstance(weights, WeightUpdate):
@@ -412,17 +390,24 @@ class WeightMethods:
         with self.engine.alone():
             return self._digest()
 
-    def layout(self) -> Layout:
-        """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan."""
-        with self.engine.alone():
-            return self._layout()
+    def layout(self, source: Layout | None = None) -> Layout:
+        """Return where the engine's ranks keep each tensor of a checkpoint, for a transfer plan.
 
-    def _layout(self) -> Layout:
+        With a trainer's layout as ``source`` it is where they keep the tensors of the source, which
+        may have fused what the checkpoint has apart. Raises ``WeightLoadError`` if a load of these
+        would be refused (``RankError`` if another stage's rank refuses it).
+        """
+        with self.engine.alone():
+            return self._layout(source)
+
+    def _layout(self, source: Layout | None = None) -> Layout:
         self.executor.alone("layout")
         stages, size = self.executor.stages, self.executor.size // self.executor.stages
+        handles = None if source is None else source.handles()
+        of_stage = partial(planned_layout, ranks=size, source=handles)
         if stages == 1:
-            return planned_layout(self.executor.worker.model, ranks=size)
-        found = self.executor.apply_model(partial(planned_layout, ranks=size))
+            return of_stage(self.executor.worker.model)
+        found = self.executor.apply_model(of_stage)
         return layout_of_stages(found[::size])  # in the order of ranks, the last stage first
 
     def _check_whole(self) -> None:

@@ -112,6 +112,15 @@ def plan(
             help="Also write which part of which tensor lies where on which rank, as JSON.",
         ),
     ] = None,
+    trainer: Annotated[
+        Path | None,
+        typer.Option(
+            "--source",
+            metavar="FILE",
+            help="With --layout: write where the tensors of this layout of a trainer lie, in place "
+            "of the checkpoint's.",
+        ),
+    ] = None,
     adapter: AdapterOption = None,
     every: AllOption = False,
     as_json: JsonOption = False,
@@ -147,6 +156,8 @@ def plan(
             f"expected a multiple of --tp {ranks.tp}, got {expert_parallel_size}",
             param_hint="--expert-parallel-size",
         )
+    if trainer is not None and layout is None:
+        raise typer.BadParameter("it is for --layout FILE", param_hint="--source")
     if pp > 1:
         for given, option in ((html, "--html"), (adapter, "--adapter")):
             if given is not None:
@@ -184,10 +195,11 @@ def plan(
         with writing(html):
             html.write_text(plan_page(plan, hosts), encoding="utf-8")
     if layout is not None and accepted:
-        from vllm_module.layout import layout_of_stages
-        from vllm_module.layout.layout_file import layout_json
+        from vllm_module.layout import layout_json, layout_of_stages, read_layout
 
-        whole = plan.layout if pp == 1 else layout_of_stages([each.layout for each in stages])
+        handles = None if trainer is None else read_layout(trainer).handles()
+        found = [each.layout if handles is None else each.layout_of(handles) for each in stages]
+        whole = found[0] if pp == 1 else layout_of_stages(found)
         with writing(layout):
             layout.write_bytes(layout_json(whole))
     planned = None
@@ -196,8 +208,8 @@ def plan(
 
         planned = plan_adapter(model_source, adapter, ranks.tp, ep)
     if as_json:
-        found = [each.as_json() for each in stages]
-        shown = found[0] if pp == 1 else {"pipeline_parallel_size": pp, "stages": found}
+        tables = [each.as_json() for each in stages]
+        shown = tables[0] if pp == 1 else {"pipeline_parallel_size": pp, "stages": tables}
         if planned is not None:
             shown["adapter"] = planned.as_json()
         if nodes > 1:

@@ -41,6 +41,7 @@ from vllm_module.layers.lora_slots import AdapterSlots
 from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.runtime.held_file import forget_layout
 from vllm_module.runtime.model_runner import ModelRunner
+from vllm_module.runtime.planned_layout import forget_planned_layout
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight
 from vllm_module.weights.pairs import OpenWeights
@@ -349,6 +350,7 @@ class WorkerWeights:
     def forget_places(self) -> None:
         """Take anew what is made of the places of experts, when it is asked for."""
         forget_layout(self.model)
+        forget_planned_layout(self.model)
         self._adapter_plans = None
 
     def _awake(self, *, caches: bool = True) -> None:
