@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import LLM, LoadConfig, ModelConfig, SamplingParams, get_model
 from vllm_module.cli import main
-from vllm_module.core.digests import ModelDigest, own_tensors
+from vllm_module.core.digests import ModelDigest
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.named_tensors import named_tensors
 from vllm_module.distributed import pipeline_parallel
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -197,7 +198,7 @@ def test_what_other_pipeline_stages_hold_is_no_stage_s_own(folder: Path) -> None
         with pipeline_parallel(rank=rank, size=2):
             model = get_model(model_config=ModelConfig(model=str(folder)))
         own = {name for name, stage in names.items() if stage == rank}
-        assert own_tensors(model, names).keys() == own
+        assert named_tensors(model, names).keys() == own
 
 
 def test_an_override_that_looks_at_tensors_is_asked_for_no_names() -> None:
@@ -216,7 +217,7 @@ def test_an_override_that_looks_at_tensors_is_asked_for_no_names() -> None:
             ]
             return super().load_weights(halves)
 
-    found = own_tensors(Halves(), ["upper", "both"])
+    found = named_tensors(Halves(), ["upper", "both"])
     assert found == {"upper": (("upper", ""),), "both": (("both", None),)}
 
 

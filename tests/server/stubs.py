@@ -40,8 +40,9 @@ class Stub:
         self.number, self.running, self.asked, self.dropped = 0, 0, 0, False
 
     @asynccontextmanager
-    async def ask(self, *_: object) -> AsyncIterator[BackendAnswer]:
+    async def ask(self, _: str, target: str, *__: object) -> AsyncIterator[BackendAnswer]:
         self.asked += 1
+        self.target = target
         if self.hangs:
             await asyncio.Event().wait()
 

@@ -98,7 +98,8 @@ async def asked(app: Any, path: str, body: bytes, method: str = "POST") -> tuple
         sent.append(message)
 
     scope = {
-        "type": "http", "method": method, "path": path, "root_path": "", "query_string": b"",
+        "type": "http", "method": method, "path": path.partition("?")[0], "root_path": "",
+        "query_string": path.partition("?")[2].encode(),
         "headers": [(b"authorization", b"Bearer key")],
     }  # fmt: skip
     await app(scope, receive, send)
@@ -218,6 +219,13 @@ def test_who_gives_no_answer_is_named_to_operators() -> None:
     assert answered("/pause", lives, silent) == (200, b"{}")
 
 
+def test_each_engine_has_the_fields_in_the_query() -> None:
+    """A pause without its mode would end the requests that run."""
+    stubs = [Stub(200, b"{}") for _ in range(2)]
+    assert answered("/pause?mode=keep&clear_cache=false", *stubs) == (200, b"{}")
+    assert [each.target for each in stubs] == ["/pause?mode=keep&clear_cache=false"] * 2
+
+
 def test_metrics_are_of_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs, or whose own engine has ended, hides those of no other."""
     monkeypatch.setattr("vllm_module.server.front._SCRAPE", 0.2)
@@ -260,7 +268,7 @@ class Ordered(Stub):
             for _ in range(9):
                 await asyncio.sleep(0)
         self.order.append(body)
-        async with super().ask() as answer:
+        async with super().ask(*given) as answer:
             yield answer
 
 

@@ -155,9 +155,28 @@ def test_pause_and_resume(server: Any) -> None:
     thread.join()
     assert answers[0][0] == 200
     assert server.ask("POST", "/pause", {"mode": "x"}, ADMIN)[0] == 400
-    code, answer = server.ask("POST", "/pause?mode=keep&clear_cache=false", key=ADMIN)
-    assert (code, server.llm.is_paused) == (400, False)
-    assert "as a JSON body: 'mode, clear_cache'" in answer["error"]["message"]
+
+
+def test_fields_of_operations_may_be_in_the_query(server: Any) -> None:
+    """TRL, SkyRL and prime-rl send them so, and vLLM's server takes them."""
+    stream = server.client().completions.create(
+        model="tiny", prompt="hello", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    first = next(stream)
+    assert server.ask("POST", "/pause?mode=keep&clear_cache=false", key=ADMIN)[0] == 200
+    assert server.llm.is_paused
+    assert server.ask("POST", "/resume", key=ADMIN)[0] == 200
+    *_, last = [first, *stream]
+    assert last.choices[0].finish_reason == "length"  # the default mode would have ended it
+    for path, body, said in (
+        ("/pause?mode=x", None, "mode"),
+        ("/pause?mod=keep", None, "no argument 'mod'"),
+        ("/pause?clear_cache=1", None, "clear_cache"),
+        ("/pause?mode=keep", {"mode": "wait"}, "send all fields in the body"),
+    ):
+        code, answer = server.ask("POST", path, body, ADMIN)
+        assert (code, server.llm.is_paused) == (400, False)
+        assert said in answer["error"]["message"]
 
 
 def test_weights_change_over_http(server: Any, folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,8 @@ from torch import nn
 from vllm_module.base.messages import printable_name
 from vllm_module.core.fill import Fill
 from vllm_module.core.layout_of import layout_of_module, stored_part
-from vllm_module.core.planner import Planner, planning
-from vllm_module.core.tensors import is_typed, slots_of
-from vllm_module.core.tree import Location, Tree, held_locations, loads_itself, state_of
+from vllm_module.core.tensors import is_typed
+from vllm_module.core.tree import loads_itself, state_of
 from vllm_module.errors import WeightReadError
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
 from vllm_module.layout import HeldBox, Layout, StoredTensorLayout, Strided
@@ -138,15 +137,22 @@ def digest_of(
     """
     own = set[str]()
     if layout is None:
-        layout, own = layout_of_module(module), _computed_by_rank(module)
+        layout, own = layout_of_module(module), computed_by_rank(module)
     rank = rank_in(module, layout)
     ties = {each.name: each.tied_to for each in layout.tensors if each.tied_to is not None}
     wanted = None if names is None else {ties.get(name, name) for name in names}
+
+    def label(name: str, entry: StoredTensorLayout) -> str:
+        return name_on_rank(name, rank) if entry.parameter in own else name
+
     held = [
         (name, entry, boxes)
         for name, entry, boxes in layout.held_on(rank)
         if name not in ties
-        and (wanted is None or (_of_rank(name, rank) if entry.parameter in own else name) in wanted)
+        and (
+            wanted is None
+            or (name_on_rank(name, rank) if entry.parameter in own else name) in wanted
+        )
     ]
     paths = None if wanted is None else {entry.parameter for _, entry, _ in held}
     tensors: dict[str, torch.Tensor] = {
@@ -164,8 +170,7 @@ def digest_of(
         if entry.name not in checked:
             checked.add(entry.name)
             _check(entry, tensor, layout, rank)
-        named = _of_rank(name, rank) if entry.parameter in own else name
-        of_name = found.setdefault(named, {})
+        of_name = found.setdefault(label(name, entry), {})
         if _is_made(layout, entry) and (name in sources or _is_quantized(layout, entry)):
             of_name.update(_kept(sources, name, entry))
             continue
@@ -190,78 +195,6 @@ def digest_of(
         for other in {*ties.values()} - {*names}:  # looked at for another name alone
             found.pop(other, None)
     return ModelDigest(found, (rank,))
-
-
-class OwnTensor(NamedTuple):
-    """A tensor of :func:`digest_of`.
-
-    Attributes:
-        name: its name there.
-        module: the path of the module that holds it; ``None`` if it is not known.
-
-    """
-
-    name: str
-    module: str | None
-
-
-def own_tensors(module: Any, names: Iterable[str]) -> dict[str, tuple[OwnTensor, ...]]:
-    """Return for each name which tensors of :func:`digest_of` it stands for on this rank.
-
-    A checkpoint may have other names, for one tensor or for several that it stores as one. A name
-    that a rule skips stands for none. Names that lead nowhere, or to other ranks, are left out.
-    """
-    layout, own = layout_of_module(module), _computed_by_rank(module)
-    rank = rank_in(module, layout)
-    found = dict[str, tuple[OwnTensor, ...]]()
-    for name, entry, _ in layout.names():
-        named = _of_rank(name, rank) if entry.parameter in own else name
-        found[named] = (OwnTensor(named, entry.parameter.rpartition(".")[0]),)
-    others = [name for name in names if name not in found]
-    if others:
-        found |= _led_to(module, others)
-    return {name: found[name] for name in names if name in found}
-
-
-class _Places(Planner):
-    """Notes where names lead, whatever the shapes of their tensors."""
-
-    def __init__(self, tree: Tree) -> None:
-        super().__init__(tree)
-        self.places: dict[str, list[tuple[torch.Tensor, str | None]]] = {}
-
-    def fill(self, name: str, weight: Weight, location: Location, slot: str | None = None) -> None:
-        tensor = location.find()
-        if tensor is None or (slot is not None and slot not in slots_of(tensor)):
-            super().fill(name, weight, location, slot)  # refused, or skipped
-        else:
-            self.places.setdefault(name, []).append((tensor, slot))
-
-
-def _led_to(module: Any, names: Sequence[str]) -> dict[str, tuple[OwnTensor, ...]]:
-    """Return the same for names that a checkpoint may have, by the module's own routes."""
-    tree = Tree(module)
-    planner = _Places(tree)
-    pairs = [(name, torch.empty(0, device="meta")) for name in names]
-    try:
-        with planning(tree, pairs, planner=planner):
-            module.load_weights(pairs)
-    except Exception:
-        # An override that looks at tensors: what is sent shows whether it knows the names.
-        return {name: (OwnTensor(name, None),) for name in names}
-    held = Tree(module)
-    first = {each.tensor: each for each in held_locations(held.top)}  # of a tied tensor's places
-    elsewhere = {getattr(each, "held_elsewhere", "") for each in module.modules()}
-    skipped = planner.report.skipped.items()
-    found: dict[str, tuple[OwnTensor, ...]] = {n: () for n, why in skipped if why not in elsewhere}
-    for name, places in planner.places.items():
-        found[name] = tuple(
-            OwnTensor(own.stored_name(each), own.path.rpartition(".")[0])
-            for own, slot in ((first[tensor], slot) for tensor, slot in places)
-            for each in (slots_of(own.tensor) if slot is None else (slot,))
-        )
-    held.top.forget_below()
-    return found
 
 
 def source_digests(module: nn.Module) -> ModelDigest:
@@ -335,12 +268,12 @@ def rank_in(module: nn.Module, layout: Layout) -> int:
     )
 
 
-def _of_rank(name: str, rank: int) -> str:
+def name_on_rank(name: str, rank: int) -> str:
     """Return the name of what a rank has computed from its part of a weight."""
     return f"{name} (rank {rank})"
 
 
-def _computed_by_rank(module: nn.Module) -> set[str]:
+def computed_by_rank(module: nn.Module) -> set[str]:
     """Return the paths of scales that each rank computes from its own part of a weight."""
     paths = set[str]()
     for path, each in module.named_modules():

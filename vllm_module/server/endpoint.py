@@ -113,8 +113,6 @@ class Endpoint:
 
         try:
             self.keys.check(request.headers, self.right)
-            if self.right == "admin" and (names := ", ".join(request.query_params)):  # vLLM's place
-                raise ApiError(400, f"send what the query has as a JSON body: {shorten(names)}")
             await self.answer(request, await self._received(request), counting)
         except ClientDisconnect:
             return
@@ -160,20 +158,28 @@ class Endpoint:
             raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
 
 
+_FLAGS: dict[str, Any] = {"true": True, "false": False}  # of a query
+
+
 class HandlerEndpoint(Endpoint):
     """Answers with what the handler returns, which is cancelled when the client goes away."""
 
     async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Check the body and have the handler answer it."""
         large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
-        check = partial(self._checked, request.headers, data)
+        check = partial(self._checked, request, data)
         body = await asyncio.to_thread(check) if large else check()
         await work_until_gone(self._work(body, request, send, large), request.receive)
 
-    def _checked(self, headers: Headers, data: bytes) -> Body:
-        if not data and not any(each.is_required() for each in self.kind.model_fields.values()):
-            return self.kind.of({})
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    def _checked(self, request: Request, data: bytes) -> Body:
+        # vLLM's clients send an operation's fields so: /pause?mode=keep.
+        query = request.query_params if self.right == "admin" else {}
+        if query and data:
+            raise ApiError(400, f"send all fields in the body: {shorten(', '.join(query))}")
+        needed = any(each.is_required() for each in self.kind.model_fields.values())
+        if query or not (data or needed):
+            return self.kind.of({name: _FLAGS.get(value, value) for name, value in query.items()})
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another origin cannot send unasked
             raise ApiError(415, "send the body with 'Content-Type: application/json'")
         return self.kind.of(read_json(data, self.limits.body_values))

@@ -130,6 +130,8 @@ class _Forward(Endpoint):
         backends = self.state.loaded()
         headers = [each for each in request.headers.raw if each[0] in _FORWARDED]
         asked = _Asked(request.method, self.path, headers, data)
+        if self.path in (*_IN_TURN, *_FOR_ALL) and request.url.query:
+            asked = asked._replace(target=f"{self.path}?{request.url.query}")
         if self.path in (_LOAD, _UNLOAD):
             # To the end, also if the client goes away: engines should not differ.
             await (await self._by_all_or_none(backends, asked)).send(send)

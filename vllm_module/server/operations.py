@@ -46,6 +46,13 @@ class UnloadAdapterBody(Body):
     lora_int_id: int | None = None
 
 
+class ResetBody(Body):
+    """The body of /reset_prefix_cache: vLLM's fields, which change nothing here."""
+
+    reset_running_requests: bool = False
+    reset_connector: bool = False
+
+
 class AbortBody(Body):
     """The body of /abort."""
 
@@ -195,7 +202,7 @@ async def server_info(state: State, body: Body) -> dict[str, Any]:
     return {"vllm_config": told}
 
 
-async def reset_prefix_cache(state: State, body: Body) -> dict[str, Any]:
+async def reset_prefix_cache(state: State, body: ResetBody) -> dict[str, Any]:
     """Evict cached pages between two steps."""
     return {"success": await state.engine().reset_prefix_cache()}
 
