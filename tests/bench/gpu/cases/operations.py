@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gpu.cases.adapters import adapters
-from gpu.cases.attention import decode, fresh, options, prefill
+from gpu.cases.attention import decode, options, prefill
 from gpu.cases.cache import cache_writes
 from gpu.cases.case import Case
 from gpu.cases.experts import experts
@@ -21,7 +21,6 @@ from gpu.cases.sampling import sampling
 OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "decode": decode,
     "prefill": prefill,
-    "fresh prompts": fresh,
     "matmul": products,
     "few rows": few_rows,
     "experts": experts,
