@@ -60,7 +60,7 @@ SHORT = {
         "gelu to FP8 by token, 32768", "silu to FP8 by group", "quantize to int8 by tensor",
         "quantize by token, 100000", "quantize by block", "quantize, static", "swiglu of gpt-oss",
         "draw tokens", "adjust logits", "digest int64",
-        "few rows, 4096", "few rows, launched early, 4096", "multiply int8, 256",
+        "multiply int8, 256",
         "multiply fp8, 256, by block", "multiply fp8 of an odd size",
         "multiply fp8, 8192, by block, persistent", "packed nf4, 256, 4 bits, groups of 64, bf16",
         "packed gptq, 64, 4 bits, groups of 128, bf16",

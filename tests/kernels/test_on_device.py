@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from vllm_module.kernels.attention import fused_attention as fused
 from vllm_module.kernels.attention import paged_layout
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla
-from vllm_module.kernels.matmul.few_rows_matmul import FewRowsConfig, few_rows_matmul
 from vllm_module.kernels.matmul.gguf_blocks import blocks_matmul
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
 from vllm_module.kernels.rows.quantize import quantize_static
@@ -158,14 +157,8 @@ def cached_latents() -> list[torch.Tensor]:
     return [cache]
 
 
-def few_rows() -> list[torch.Tensor]:
-    return [
-        few_rows_matmul(torch.randn(3, 32), torch.randn(5, 32), None, FewRowsConfig(16, 32, 4, 2))
-    ]
-
-
 # What no case of the benchmark launches, in sizes of its own.
-BESIDE = [quantized_statically, cached_latents, few_rows]
+BESIDE = [quantized_statically, cached_latents]
 
 
 @pytest.mark.parametrize("operation", BESIDE)

@@ -10,7 +10,7 @@ from gpu.cases.cache import cache_writes
 from gpu.cases.case import Case
 from gpu.cases.experts import experts
 from gpu.cases.latent import latent
-from gpu.cases.matmul import few_rows, products
+from gpu.cases.matmul import products
 from gpu.cases.packed import packed_products
 from gpu.cases.quantizing import fused_quantizers, quantizers
 from gpu.cases.recurrent import recurrences
@@ -22,7 +22,6 @@ OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "decode": decode,
     "prefill": prefill,
     "matmul": products,
-    "few rows": few_rows,
     "experts": experts,
     "adapters": adapters,
     "sampling": sampling,
