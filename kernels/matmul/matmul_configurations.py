@@ -37,7 +37,6 @@ class MatmulConfig(NamedTuple):
         two: True if a program computes two neighbouring tiles.
         way: loads by pointers or by tensor descriptors (TMA), or torch's own matmul, after
             dequantizing a packed weight.
-        persistent: True if there are as many programs as multiprocessors, each with several tiles.
         scale_sums: True if the scales of a packed weight multiply a step's sums, if the step has
             one group; False if they multiply the weight, before it is rounded to the dtype of the
             input.
@@ -52,7 +51,6 @@ class MatmulConfig(NamedTuple):
     splits: int = 1
     two: bool = False
     way: Literal["pointers", "descriptors", "torch"] = "pointers"
-    persistent: bool = False
     scale_sums: bool = True
 
     def launch(self) -> dict[str, int]:
@@ -216,13 +214,11 @@ def _scaled_candidates(tokens: int, weight: ScaledWeight) -> _Candidates:
         whole = block[1] >= K or block[1] % 128 == 0
         if tokens > 128 and one_scale and whole:
             small = {"small descriptors": MatmulConfig(64, 128, 128, 4, 3, way="descriptors")}
-            large = MatmulConfig(128, 128, 128, 8, 4, way="descriptors")
             # Three programs run on a multiprocessor: two compute products while one adds its
             # product to the sums in registers. Of large tiles loaded by pointers, one fits.
             found = small | found if tokens > 256 else found | small
             if tokens > 256:
-                found["descriptors"] = large
-                found["persistent"] = large._replace(persistent=True)
+                found["descriptors"] = MatmulConfig(128, 128, 128, 8, 4, way="descriptors")
         # One scale, one for each output, or blocks, of which cuBLAS takes rows of whole 16 bytes.
         by_torch = block[0] == 1 or block[0] >= N
         if block[1] < K:
@@ -279,18 +275,8 @@ def _splits(outputs: int, inputs: int, programs: int, least: int) -> int:
 def _packed_candidates(tokens: int, weight: PackedWeight) -> _Candidates:
     first = packed_tiles(tokens, weight)
     found = {"tiles": first}
-    if tokens <= _FEW:
-        if first.splits * 256 <= weight.inputs:
-            found["more splits"] = first._replace(splits=first.splits * 2)
-        if first.splits > 1:
-            found["fewer splits"] = first._replace(splits=first.splits // 2)
-        if tokens <= 32 and first.depth >= 64:
-            found["wide tiles"] = first._replace(columns=128)
-            found["narrow tiles"] = first._replace(columns=32)
-            if one_scale(weight, 128):
-                found["deep steps"] = first._replace(depth=128, warps=8, stages=4)
-    if first.rows > 128:
-        found["square tiles"] = MatmulConfig(128, 128, 32, 8, 4, scale_sums=False)
+    if tokens <= _FEW and first.splits > 1:
+        found["fewer splits"] = first._replace(splits=first.splits // 2)
     if tokens >= 256:
         found["torch"] = first._replace(way="torch")
     groups = f"groups of {weight.group}" if weight.group else "groups in no order"

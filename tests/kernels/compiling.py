@@ -62,7 +62,7 @@ SHORT = {
         "draw tokens", "adjust logits", "digest int64",
         "multiply int8, 256",
         "multiply fp8, 256, by block", "multiply fp8 of an odd size",
-        "multiply fp8, 8192, by block, persistent", "packed nf4, 256, 4 bits, groups of 64, bf16",
+        "multiply fp8, 512, by block, descriptors", "packed nf4, 256, 4 bits, groups of 64, bf16",
         "packed gptq, 64, 4 bits, groups of 128, bf16",
         "packed unordered, 1024, 4 bits, groups of 128, bf16",
         "route to 512", "route to 256 in groups", "experts' rows", "grouped fp8, 128, by block",

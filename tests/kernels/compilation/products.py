@@ -126,7 +126,6 @@ HOPPER: Cases = {
             (64, "wide tiles"),
             (256, "small descriptors"),
             (512, "descriptors"),
-            (8192, "persistent"),
         )
         for rows in (1, 128)
     },
