@@ -6,10 +6,10 @@ grouped matmul, whose weights are of experts, is a range of the average number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -64,24 +64,6 @@ class MatmulConfig(NamedTuple):
         }
 
 
-class Configuration(NamedTuple):
-    """A configuration for a bucket.
-
-    Attributes:
-        tokens: the bucket's largest number of tokens, or of rows of all experts; for the last
-            bucket, which is unbounded, the smallest number that fills whole tiles.
-        name: name of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
-        case: case of the choice, for ``choices.json``.
-        config: tiles and steps.
-
-    """
-
-    tokens: int
-    name: str
-    case: str
-    config: MatmulConfig
-
-
 class ScaledWeight(NamedTuple):
     """The properties of a weight, or of experts' weights, on which the configuration depends.
 
@@ -127,41 +109,6 @@ class PackedWeight(NamedTuple):
 
 # A bucket's case and its candidates by name, the default first.
 _Candidates = tuple[str, Mapping[str, MatmulConfig]]
-_Weight = TypeVar("_Weight")
-
-
-def scaled_configurations(weight: ScaledWeight) -> list[Configuration]:
-    """Return all configurations of matmuls with one eight-bit weight, for any number of tokens.
-
-    To compile every variant that :func:`~vllm_module.kernels.matmul.scaled_matmul.scaled_matmul`
-    may launch for this weight, call it once with each number of ``tokens``.
-    """
-    return _listed(BUCKETS, _scaled_candidates, weight)
-
-
-def packed_configurations(weight: PackedWeight) -> list[Configuration]:
-    """Return those of :func:`~vllm_module.kernels.matmul.packed_matmul.packed_matmul`."""
-    return _listed(BUCKETS, _packed_candidates, weight)
-
-
-def grouped_configurations(weights: ScaledWeight) -> list[Configuration]:
-    """Return those of :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`.
-
-    Its number of rows is tokens times ``top_k``.
-    """
-    found = _listed(ROWS, _grouped_candidates, weights)
-    return [each._replace(tokens=each.tokens * weights.experts) for each in found]
-
-
-def _listed(
-    buckets: Sequence[int], candidates_of: Callable[[int, _Weight], _Candidates], weight: _Weight
-) -> list[Configuration]:
-    return [
-        Configuration(bucket, name, case, config)
-        for bucket in buckets
-        for case, candidates in [candidates_of(bucket, weight)]
-        for name, config in candidates.items()
-    ]
 
 
 def scaled_config_of(M: int, weight: ScaledWeight, x: torch.Tensor) -> MatmulConfig:

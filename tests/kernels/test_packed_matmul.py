@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import runpy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +20,12 @@ from vllm_module.kernels.matmul.matmul_configurations import (
     MatmulConfig,
     PackedWeight,
     packed_config_of,
-    packed_configurations,
 )
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul, packed_matmul_triton
 from vllm_module.kernels.matmul.packed_words import Packing, dequantize_packed, pack
 
+_listed = runpy.run_path(str(Path(__file__).parent / "compilation" / "configurations.py"))
+packed_configurations: Any = _listed["packed_configurations"]
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 U8 = torch.uint8

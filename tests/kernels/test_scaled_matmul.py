@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import runpy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +19,12 @@ from vllm_module.kernels.matmul.matmul_configurations import (
     MatmulConfig,
     ScaledWeight,
     scaled_config_of,
-    scaled_configurations,
 )
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul, scaled_matmul_triton
 from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
+_listed = runpy.run_path(str(Path(__file__).parent / "compilation" / "configurations.py"))
+scaled_configurations: Any = _listed["scaled_configurations"]
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
