@@ -54,7 +54,7 @@ SHORT = {
         "latent, 128 heads", "rotated latents, fp32",
         "norm, rotary, store 512 in e4m3", "rotary, store of neighbours", "rotary, fp32",
         "store 512", "store in e4m3 by heads", "copy in a layer",
-        "norm 5120", "norm 65536, fp32, offset", "norm, launched early", "add-norm 65536, fp32",
+        "norm 5120", "norm 16384, fp32, offset", "norm, launched early", "add-norm 16384, fp32",
         "add-norm to FP8 by token, 8192", "norm to FP8, static", "silu 14336",
         "gelu to FP8 by token, 16384", "silu to FP8 by token, 29568",
         "gelu to FP8 by token, 32768", "silu to FP8 by group", "quantize to int8 by tensor",
