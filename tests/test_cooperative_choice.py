@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_module.cooperative.choice import Facts, chosen, is_cached, reads_less
+from vllm_module.weights import os_pages
 from vllm_module.weights.pairs import PairsCheckpoint
 
 FILES, OTHER = ((1, 10),), ((2, 10),)
@@ -66,3 +67,15 @@ def test_a_part_that_is_not_cached_is_found(tmp_path: Path) -> None:
                 os.posix_fadvise(file.fileno(), part * size, size, os.POSIX_FADV_DONTNEED)
             if os.statvfs(tmp_path).f_fsid:  # tmpfs is the page cache
                 assert not is_cached(order), part
+
+
+@pytest.mark.parametrize("told", [True, False, None])
+def test_a_system_that_cannot_tell_has_nothing_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool | None
+) -> None:
+    """Files that hosts share are read together unless the kernel says that they are there."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8))
+    # Replaced because no file system here lacks the answer.
+    monkeypatch.setattr(os_pages, "is_cached", lambda *_: told)
+    assert is_cached([path]) is bool(told)

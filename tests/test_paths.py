@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = {"load": (11, 6), "build": (109, 30), "generate": (169, 52)}  # functions, files
+MOST = {"load": (11, 6), "build": (109, 30), "generate": (167, 50)}  # functions, files
 
 
 def test_the_ways_are_no_longer_than_they_were() -> None:

@@ -128,7 +128,7 @@ LAYERS = """
 Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=None,
     softcap=None, alibi_slopes=None)
 AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc, max_query_len, *,
-    fresh=False, state_slots=None)
+    state_slots=None)
 CausalConv1d(channels, width, bias)
 ColumnParallelLinear(input_size, output_size, bias=True, gather_output=False,
     skip_bias_add=False, params_dtype=None, *, output=None)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.matmul.code_rows import float_rows
 from vllm_module.kernels.matmul.code_rows_matmul import multiplied_by_codes
-from vllm_module.kernels.matmul.few_rows_matmul import config_of, few_rows_matmul
 from vllm_module.kernels.matmul.products import (
     Products,
     least_seconds,
@@ -124,9 +123,6 @@ def _recorded(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear`` does.
 
-    On a GPU, matmuls of at most 16 rows use :mod:`~vllm_module.kernels.matmul.few_rows_matmul` if
-    that was measured to be faster.
-
     On a CPU, in inference mode and inside a :func:`~vllm_module.kernels.matmul.products.products`
     block, a few rows are multiplied by large weights in the loops of
     :mod:`~vllm_module.kernels.matmul.code_rows_matmul`, whose sums are float32 for any dtype, and
@@ -149,8 +145,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if weight.is_meta and not x.is_meta:  # torch would return uninitialized memory
         raise ValueError(f"weight is on meta, and must be on {x.device}")
-    if x.is_cuda and (config := config_of(x, weight, bias)) is not None:
-        return few_rows_matmul(x, weight, bias, config)
     compiling = torch.compiler.is_compiling()  # then the compiler chooses libraries itself
     if not compiling and products_in_use.get().floats and _is_for_loops(x, weight, bias):
         product = multiplied_by_codes(x, float_rows, weight, bias=bias)

@@ -6,10 +6,10 @@ grouped matmul, whose weights are of experts, is a range of the average number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -37,7 +37,6 @@ class MatmulConfig(NamedTuple):
         two: True if a program computes two neighbouring tiles.
         way: loads by pointers or by tensor descriptors (TMA), or torch's own matmul, after
             dequantizing a packed weight.
-        persistent: True if there are as many programs as multiprocessors, each with several tiles.
         scale_sums: True if the scales of a packed weight multiply a step's sums, if the step has
             one group; False if they multiply the weight, before it is rounded to the dtype of the
             input.
@@ -52,7 +51,6 @@ class MatmulConfig(NamedTuple):
     splits: int = 1
     two: bool = False
     way: Literal["pointers", "descriptors", "torch"] = "pointers"
-    persistent: bool = False
     scale_sums: bool = True
 
     def launch(self) -> dict[str, int]:
@@ -64,24 +62,6 @@ class MatmulConfig(NamedTuple):
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
-
-
-class Configuration(NamedTuple):
-    """A configuration for a bucket.
-
-    Attributes:
-        tokens: the bucket's largest number of tokens, or of rows of all experts; for the last
-            bucket, which is unbounded, the smallest number that fills whole tiles.
-        name: name of the candidate, for :func:`~vllm_module.kernels.choices.trying`.
-        case: case of the choice, for ``choices.json``.
-        config: tiles and steps.
-
-    """
-
-    tokens: int
-    name: str
-    case: str
-    config: MatmulConfig
 
 
 class ScaledWeight(NamedTuple):
@@ -129,41 +109,6 @@ class PackedWeight(NamedTuple):
 
 # A bucket's case and its candidates by name, the default first.
 _Candidates = tuple[str, Mapping[str, MatmulConfig]]
-_Weight = TypeVar("_Weight")
-
-
-def scaled_configurations(weight: ScaledWeight) -> list[Configuration]:
-    """Return all configurations of matmuls with one eight-bit weight, for any number of tokens.
-
-    To compile every variant that :func:`~vllm_module.kernels.matmul.scaled_matmul.scaled_matmul`
-    may launch for this weight, call it once with each number of ``tokens``.
-    """
-    return _listed(BUCKETS, _scaled_candidates, weight)
-
-
-def packed_configurations(weight: PackedWeight) -> list[Configuration]:
-    """Return those of :func:`~vllm_module.kernels.matmul.packed_matmul.packed_matmul`."""
-    return _listed(BUCKETS, _packed_candidates, weight)
-
-
-def grouped_configurations(weights: ScaledWeight) -> list[Configuration]:
-    """Return those of :func:`~vllm_module.kernels.experts.grouped_matmul.grouped_matmul`.
-
-    Its number of rows is tokens times ``top_k``.
-    """
-    found = _listed(ROWS, _grouped_candidates, weights)
-    return [each._replace(tokens=each.tokens * weights.experts) for each in found]
-
-
-def _listed(
-    buckets: Sequence[int], candidates_of: Callable[[int, _Weight], _Candidates], weight: _Weight
-) -> list[Configuration]:
-    return [
-        Configuration(bucket, name, case, config)
-        for bucket in buckets
-        for case, candidates in [candidates_of(bucket, weight)]
-        for name, config in candidates.items()
-    ]
 
 
 def scaled_config_of(M: int, weight: ScaledWeight, x: torch.Tensor) -> MatmulConfig:
@@ -216,13 +161,11 @@ def _scaled_candidates(tokens: int, weight: ScaledWeight) -> _Candidates:
         whole = block[1] >= K or block[1] % 128 == 0
         if tokens > 128 and one_scale and whole:
             small = {"small descriptors": MatmulConfig(64, 128, 128, 4, 3, way="descriptors")}
-            large = MatmulConfig(128, 128, 128, 8, 4, way="descriptors")
             # Three programs run on a multiprocessor: two compute products while one adds its
             # product to the sums in registers. Of large tiles loaded by pointers, one fits.
             found = small | found if tokens > 256 else found | small
             if tokens > 256:
-                found["descriptors"] = large
-                found["persistent"] = large._replace(persistent=True)
+                found["descriptors"] = MatmulConfig(128, 128, 128, 8, 4, way="descriptors")
         # One scale, one for each output, or blocks, of which cuBLAS takes rows of whole 16 bytes.
         by_torch = block[0] == 1 or block[0] >= N
         if block[1] < K:
@@ -279,18 +222,8 @@ def _splits(outputs: int, inputs: int, programs: int, least: int) -> int:
 def _packed_candidates(tokens: int, weight: PackedWeight) -> _Candidates:
     first = packed_tiles(tokens, weight)
     found = {"tiles": first}
-    if tokens <= _FEW:
-        if first.splits * 256 <= weight.inputs:
-            found["more splits"] = first._replace(splits=first.splits * 2)
-        if first.splits > 1:
-            found["fewer splits"] = first._replace(splits=first.splits // 2)
-        if tokens <= 32 and first.depth >= 64:
-            found["wide tiles"] = first._replace(columns=128)
-            found["narrow tiles"] = first._replace(columns=32)
-            if one_scale(weight, 128):
-                found["deep steps"] = first._replace(depth=128, warps=8, stages=4)
-    if first.rows > 128:
-        found["square tiles"] = MatmulConfig(128, 128, 32, 8, 4, scale_sums=False)
+    if tokens <= _FEW and first.splits > 1:
+        found["fewer splits"] = first._replace(splits=first.splits // 2)
     if tokens >= 256:
         found["torch"] = first._replace(way="torch")
     groups = f"groups of {weight.group}" if weight.group else "groups in no order"

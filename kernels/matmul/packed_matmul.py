@@ -38,11 +38,10 @@ def packed_matmul(
     On a GPU, codes are unpacked in the kernel. Codes of 3 bits, which cross word boundaries, are
     dequantized by torch before the product, some rows of the weight at a time, as on a CPU.
 
-    On a GPU, the order of sums depends on the bucket of the number of tokens
-    (:func:`packed_configurations
-    <vllm_module.kernels.matmul.matmul_configurations.packed_configurations>` lists the buckets): a
-    token's bits depend on its own input and on the bucket of its batch. If torch's own matmul was
-    chosen, and for 3 bits, they depend on the number of tokens.
+    On a GPU, the order of sums depends on the bucket of the number of tokens (``BUCKETS`` of
+    :mod:`~vllm_module.kernels.matmul.matmul_configurations`): a token's bits depend on its own
+    input and on the bucket of its batch. If torch's own matmul was chosen, and for 3 bits, they
+    depend on the number of tokens.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32.

@@ -42,11 +42,10 @@ def scaled_matmul(
     to FP8 too: by the static scale, or by a scale for each token and block of the weight's columns.
     On other devices, with INT8 weights or without ``quantize_input``, the input is not quantized.
 
-    On a GPU, the order of sums depends on the bucket of the number of tokens
-    (:func:`scaled_configurations
-    <vllm_module.kernels.matmul.matmul_configurations.scaled_configurations>` lists the buckets): a
-    token's bits depend on its own input and on the bucket of its batch. If torch's own matmul was
-    chosen, they depend on the number of tokens.
+    On a GPU, the order of sums depends on the bucket of the number of tokens (``BUCKETS`` of
+    :mod:`~vllm_module.kernels.matmul.matmul_configurations`): a token's bits depend on its own
+    input and on the bucket of its batch. If torch's own matmul was chosen, they depend on the
+    number of tokens.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32; or float8_e4m3fn, already quantized.

@@ -5,10 +5,6 @@ This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-
 from vllm_module.kernels.matmul.matmul_configurations import MatmulConfig
 from vllm_module.kernels.matmul.product_tile import added, block_scale, tile_of, written
 from vllm_module.kernels.matmul.scaled_matmul_tiles import Product
@@ -30,10 +26,7 @@ def multiply_described(product: Product, config: MatmulConfig) -> None:
     x, weight, scale, x_scale, (block_rows, block_columns), bias, y = product
     (M, K), N, groups = x.shape, weight.shape[0], scale.shape[1]
     assert x_scale is not None
-    programs = -(-M // config.rows) * -(-N // config.columns)
-    if config.persistent:
-        programs = min(programs, _multiprocessors(x.device))
-    _multiply_described[(programs,)](
+    _multiply_described[(-(-M // config.rows) * -(-N // config.columns),)](
         TensorDescriptor.from_tensor(x, [config.rows, config.depth]),
         TensorDescriptor.from_tensor(weight, [config.columns, config.depth]),
         scale,
@@ -49,17 +42,8 @@ def multiply_described(product: Product, config: MatmulConfig) -> None:
         block_rows,
         block_columns,
         STEPS=-(-block_columns // config.depth) if groups > 1 else 0,
-        PERSISTENT=config.persistent,
         **config.launch(),
     )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """Return the GPU's number of multiprocessors; without a GPU, that of an H100 or H200."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -79,40 +63,34 @@ def _multiply_described(
     block_rows,
     block_columns,
     STEPS: tl.constexpr,
-    PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply tiles of tokens by tiles of the weight.
+    """Multiply a tile of tokens by a tile of the weight.
 
     STEPS is the number of steps over input features that share a scale; 0 if all share one.
     Descriptors load zeros beyond the last row or feature.
     """
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tiles = tiles_m * tiles_n
+    top, left = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
+    top, left = top * BLOCK_M, left * BLOCK_N
+    m = (top + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    x_scale_ptrs = x_scale_ptr + tl.minimum(m, M - 1) * x_scale_strides[0]
+    scale_ptrs = scale_ptr + tl.minimum(left, N - 1) // block_rows * scale_strides[0]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     steps = tl.cdiv(K, block_columns) * STEPS if STEPS else tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
-        top, left = tile_of(tile, tiles_m, tiles_n)
-        top, left = top * BLOCK_M, left * BLOCK_N
-        m = (top + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        x_scale_ptrs = x_scale_ptr + tl.minimum(m, M - 1) * x_scale_strides[0]
-        scale_ptrs = scale_ptr + tl.minimum(left, N - 1) // block_rows * scale_strides[0]
-        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in range(steps):
-            x = x_desc.load([top, step * BLOCK_K])
-            weight = weight_desc.load([left, step * BLOCK_K])
-            x_scale, scale = None, None
-            if STEPS:
-                group = step // STEPS
-                x_scale = tl.load(x_scale_ptrs + group * x_scale_strides[1])
-                scale = tl.load(scale_ptrs + group * scale_strides[1])
-            sums = added(sums, x, weight, x_scale, scale, False)
+    for step in range(steps):
+        x = x_desc.load([top, step * BLOCK_K])
+        weight = weight_desc.load([left, step * BLOCK_K])
         x_scale, scale = None, None
-        if not STEPS:
-            x_scale = tl.load(x_scale_ptrs)
-            scale = block_scale(
-                scale_ptr, left, N, scale_strides[0], block_rows, False, False, BLOCK_N
-            )
-        y_ptrs = y_ptr + m * N
-        written(y_ptrs, bias_ptr, sums, x_scale, scale, m < M, left, N, bias_stride, False, BLOCK_N)
+        if STEPS:
+            group = step // STEPS
+            x_scale = tl.load(x_scale_ptrs + group * x_scale_strides[1])
+            scale = tl.load(scale_ptrs + group * scale_strides[1])
+        sums = added(sums, x, weight, x_scale, scale, False)
+    x_scale, scale = None, None
+    if not STEPS:
+        x_scale = tl.load(x_scale_ptrs)
+        scale = block_scale(scale_ptr, left, N, scale_strides[0], block_rows, False, False, BLOCK_N)
+    y_ptrs = y_ptr + m * N
+    written(y_ptrs, bias_ptr, sums, x_scale, scale, m < M, left, N, bias_stride, False, BLOCK_N)

@@ -97,32 +97,6 @@ def gated_delta_rule(
     return _gated_delta_rule(q, k, v, g, beta, state, *places, max_query_len, factor, l2_norm)
 
 
-def gated_delta_recurrence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    s: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of one sequence and its last state, computed token by token.
-
-    Args:
-        q, k: ``[tokens, value_heads, dk]``; normalized, and ``q`` is scaled.
-        v, g, beta: as in :func:`gated_delta_rule`.
-        s: the state before, ``[value_heads, dk, dv]``; its dtype is used for all arithmetic.
-
-    """
-    q, k, v, g, beta = (each.to(s.dtype) for each in (q, k, v, g, beta))
-    outputs = []
-    for t in range(len(q)):
-        s = g[t].exp().view(-1, 1, 1) * s
-        u = beta[t].view(-1, 1) * (v[t] - (s * k[t].unsqueeze(2)).sum(1))
-        s = s + k[t].unsqueeze(2) * u.unsqueeze(1)
-        outputs.append((s * q[t].unsqueeze(2)).sum(1))
-    return (torch.stack(outputs) if outputs else torch.zeros_like(v)), s
-
-
 def gated_delta_rule_reference(
     q: torch.Tensor,
     k: torch.Tensor,

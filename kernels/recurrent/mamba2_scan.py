@@ -100,35 +100,6 @@ def mamba2_scan(
     )  # fmt: skip
 
 
-def mamba2_recurrence(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    h: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of one sequence and its last state, computed token by token.
-
-    Args:
-        x, a, b, c, d: as in :func:`mamba2_scan`.
-        dt: the steps themselves, ``[tokens, heads]``.
-        h: the state before, ``[heads, head_dim, n]``; its dtype is used for all arithmetic.
-
-    """
-    repeats = x.shape[1] // b.shape[1]
-    b, c = (each.to(h.dtype).repeat_interleave(repeats, 1) for each in (b, c))
-    x, dt, a = (each.to(h.dtype) for each in (x, dt, a))
-    outputs = []
-    for t in range(len(x)):
-        step = dt[t].view(-1, 1, 1)
-        h = (step * a.view(-1, 1, 1)).exp() * h + step * x[t].unsqueeze(2) * b[t].unsqueeze(1)
-        outputs.append((h * c[t].unsqueeze(1)).sum(2))
-    y = torch.stack(outputs) if outputs else torch.zeros_like(x)
-    return (y if d is None else y + d.to(h.dtype).view(-1, 1) * x), h
-
-
 def mamba2_scan_reference(
     x: torch.Tensor,
     dt: torch.Tensor,

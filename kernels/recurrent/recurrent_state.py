@@ -19,8 +19,6 @@ from vllm_module.kernels.recording import recording_in_use
 # raised to it: they would take the last digits of sums from which later decays are computed.
 FORGOTTEN = -104.0
 
-Operands = tuple[torch.Tensor | None, ...]
-
 
 def check_state(
     tokens: torch.Tensor,

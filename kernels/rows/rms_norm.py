@@ -28,7 +28,6 @@ from vllm_module.kernels.rows.quantized_rows import (
 
 _MAX_COLUMNS = 65536
 _HELD = 65536  # bytes of a row that fit registers; a quarter if it is quantized (Triton 3.6)
-_BLOCK = 8192  # columns of a longer row that a program reads at once
 _PER_PROGRAM = 4096  # elements for each program, if rows are short
 # By name, whether the kernel is launched before the one before has ended, on Hopper.
 _CANDIDATES = {"launched in turn": False, "launched early": True}
@@ -180,7 +179,9 @@ def rms_norm_quantize_reference(
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float | None = None
 ) -> torch.Tensor:
-    """Normalize in a Triton kernel; see :func:`rms_norm`."""
+    """Normalize in a Triton kernel, or longer rows in plain torch; see :func:`rms_norm`."""
+    if not _is_held(x):
+        return rms_norm_reference(x, weight, eps, weight_offset)
     y = rms_norm_fake(x, weight)
     _launch(x, None, weight, eps, y, offset=weight_offset)
     return y
@@ -193,7 +194,9 @@ def fused_add_rms_norm_triton(
     eps: float,
     weight_offset: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add and normalize in a Triton kernel; see :func:`fused_add_rms_norm`."""
+    """Add and normalize in a Triton kernel, or longer rows in plain torch."""
+    if not _is_held(x):
+        return fused_add_rms_norm_reference(x, residual, weight, eps, weight_offset)
     y, total = fused_add_rms_norm_fake(x, residual, weight)
     _launch(x, residual, weight, eps, y, total, offset=weight_offset)
     return y, total
@@ -247,23 +250,6 @@ def _launch(
         residual, (_, *residual_strides) = as_rows(residual)
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     tile = next_power_of_2(columns)
-    if not _is_held(x):
-        _long_rows[(rows,)](
-            x,
-            residual,
-            weight.contiguous(),
-            y,
-            total,
-            columns,
-            inner,
-            *x_strides,
-            *residual_strides,
-            eps,
-            OFFSET=offset,
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
-        return
     tile_rows = max(1, _PER_PROGRAM // tile)
     early = False
     if capability(x) >= (9, 0):
@@ -370,48 +356,6 @@ def _held_rows(
         store_quantized(
             y, inside, places, row, rows, 0, groups, y_ptr, scale_ptr, static_ptr, GROUP, MAX
         )
-
-
-@triton.jit(do_not_specialize_on_alignment=["inner"])
-def _long_rows(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    total_ptr,
-    columns,
-    inner,
-    x_outer,
-    x_inner,
-    residual_outer,
-    residual_inner,
-    eps,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Normalize one row that registers cannot hold, reading it twice (from the cache)."""
-    narrow: tl.constexpr = (
-        x_ptr.dtype.element_ty if total_ptr is None else total_ptr.dtype.element_ty
-    )
-    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x_row = row // inner * x_outer + row % inner * x_inner
-    residual_row = row // inner * residual_outer + row % inner * residual_inner
-    squares = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, columns, BLOCK):
-        column = first + block
-        inside = column < columns
-        x = _load_sum(x_ptr, residual_ptr, x_row + column, residual_row + column, inside, narrow)
-        if total_ptr is not None:
-            tl.store(total_ptr + row * columns + column, x.to(narrow), mask=inside)
-        squares += x * x
-    inverse = tl.rsqrt(tl.sum(squares, axis=0) / columns + eps)
-    for first in range(0, columns, BLOCK):
-        column = first + block
-        inside = column < columns
-        x = _load_sum(x_ptr, residual_ptr, x_row + column, residual_row + column, inside, narrow)
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-        y = weighted(x, inverse, weight, narrow, OFFSET).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row * columns + column, y, mask=inside)
 
 
 def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """What commands show on terminals of several widths and in a pipe, compared with ``golden/``.
 
-After a change that is meant, ``UPDATE_SCREENS=1 pytest tests/cli/test_screens.py`` writes the files
-again: look at the difference.
+A screen that is the same at several widths is in its file once, below all of them. After a change
+that is meant, ``UPDATE_SCREENS=1 pytest tests/cli/test_screens.py`` writes the files again: look at
+the difference.
 """
 
 from __future__ import annotations
@@ -217,10 +218,10 @@ def check_screens(name: str, screens: dict[int | None, str]) -> None:
     screens = {width: normalized(name, screen) for width, screen in screens.items()}
     for width in WIDTHS:
         assert broken_words(screens[width], screens[WIDE]) == []
-    shown = "".join(
-        f"=== {f'{width} columns' if width else 'pipe'}\n{screens[width]}"
-        for width in (*WIDTHS, None)
-    )
+    widths: dict[str, list[str]] = {}  # the widths at which each screen is shown
+    for width in (*WIDTHS, None):
+        widths.setdefault(screens[width], []).append(f"{width} columns" if width else "pipe")
+    shown = "".join(f"=== {', '.join(equal)}\n{screen}" for screen, equal in widths.items())
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_SCREENS"):
         golden.write_text(shown)

@@ -13,7 +13,6 @@ import torch
 from vllm_module.kernels import choices, dtypes
 from vllm_module.kernels.attention import paged_attention_decode
 from vllm_module.kernels.choices import choose, trying
-from vllm_module.kernels.matmul import few_rows_matmul
 from vllm_module.kernels.rows import rms_norm
 
 CANDIDATES = {"first": 1, "second": 2}
@@ -77,24 +76,19 @@ def test_early_launches_are_candidates_of_hopper_alone(monkeypatch, capability) 
         asked[kernel] = list(candidates)
         return choose(kernel, case, candidates, device)
 
-    for module in (few_rows_matmul, rms_norm, paged_attention_decode):
+    for module in (rms_norm, paged_attention_decode):
         monkeypatch.setattr(module, "capability", lambda _: capability)
         monkeypatch.setattr(module, "choose", note)
-    x, weight = torch.randn(3, 32).half(), torch.randn(5, 32).half()
-    with torch.no_grad():
-        few_rows_matmul.config_of(x, weight, None)
-    norm = rms_norm.rms_norm_triton(x, weight[0], 1e-6)
+    x, weight = torch.randn(3, 32).half(), torch.randn(32).half()
+    norm = rms_norm.rms_norm_triton(x, weight, 1e-6)
     sizes = 128, 4, 16, 2, 2, capability == (9, 0)
     asked["decode"] = list(paged_attention_decode.decode_candidates(*sizes))
     early = {kernel for kernel, names in asked.items() if "early" in " ".join(names)}
-    assert early == ({"linear", "rms_norm", "decode"} if capability == (9, 0) else set())
+    assert early == ({"rms_norm", "decode"} if capability == (9, 0) else set())
     assert not any("early" in names[0] for names in asked.values())
     if early:
         with trying({"rms_norm": "launched early"}):
-            assert torch.equal(rms_norm.rms_norm_triton(x, weight[0], 1e-6), norm)
-        given = x, weight, None, 16, 32, 4, 2
-        of = few_rows_matmul.few_rows_matmul_triton
-        assert torch.equal(of(*given, True), of(*given, False))
+            assert torch.equal(rms_norm.rms_norm_triton(x, weight, 1e-6), norm)
 
 
 def test_the_table_is_gpu_kernel_case_candidate() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import runpy
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +28,11 @@ from vllm_module.kernels.matmul.matmul_configurations import (
     MatmulConfig,
     ScaledWeight,
     grouped_config_of,
-    grouped_configurations,
 )
 from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
+_listed = runpy.run_path(str(Path(__file__).parent / "compilation" / "configurations.py"))
+grouped_configurations: Any = _listed["grouped_configurations"]
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 

@@ -62,6 +62,27 @@ def convolution(channels: int = 21, width: int = 4) -> Operation:
     return Operation(conv.causal_conv1d, runs, inputs, shape, exactly, "causal_conv1d", 2)
 
 
+def mamba2_recurrence(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    h: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute one sequence token by token; ``dt`` is the steps, and ``h`` the state before."""
+    repeats = x.shape[1] // b.shape[1]
+    b, c = (each.to(h.dtype).repeat_interleave(repeats, 1) for each in (b, c))
+    x, dt, a, d = (each.to(h.dtype) for each in (x, dt, a, d))
+    outputs = []
+    for t in range(len(x)):
+        step = dt[t].view(-1, 1, 1)
+        h = (step * a.view(-1, 1, 1)).exp() * h + step * x[t].unsqueeze(2) * b[t].unsqueeze(1)
+        outputs.append((h * c[t].unsqueeze(1)).sum(2))
+    return torch.stack(outputs) + d.view(-1, 1) * x, h
+
+
 def scan(heads: int = 2, groups: int = 2, features: int = 19, n: int = 10) -> Operation:
     limits = 0.01, 1.5
 
@@ -73,7 +94,7 @@ def scan(heads: int = 2, groups: int = 2, features: int = 19, n: int = 10) -> Op
 
     def exactly(x, dt, b, c, a, d, bias, state) -> tuple[torch.Tensor, torch.Tensor]:
         steps = F.softplus(dt.to(state.dtype) + bias.to(state.dtype)).clamp(*limits)
-        return mamba.mamba2_recurrence(x, steps, a, b, c, d, state)
+        return mamba2_recurrence(x, steps, a, b, c, d, state)
 
     def run(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda x, dt, b, c, a, d, bias, *places: by(
@@ -85,6 +106,25 @@ def scan(heads: int = 2, groups: int = 2, features: int = 19, n: int = 10) -> Op
     return Operation(run(mamba.mamba2_scan), runs, inputs, shape, exactly, "mamba2_scan", 3)
 
 
+def gated_delta_recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    s: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute one sequence token by token, with queries and keys normalized; ``s`` is its state."""
+    q, k, v, g, beta = (each.to(s.dtype) for each in (q, k, v, g, beta))
+    outputs = []
+    for t in range(len(q)):
+        s = g[t].exp().view(-1, 1, 1) * s
+        u = beta[t].view(-1, 1) * (v[t] - (s * k[t].unsqueeze(2)).sum(1))
+        s = s + k[t].unsqueeze(2) * u.unsqueeze(1)
+        outputs.append((s * q[t].unsqueeze(2)).sum(1))
+    return torch.stack(outputs), s
+
+
 def rule(heads: int = 2, key_heads: int = 1, dk: int = 12, dv: int = 21) -> Operation:
     def inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
         q, k = torch.randn(tokens, 2, key_heads, dk).to(dtype).unbind(1)
@@ -94,7 +134,7 @@ def rule(heads: int = 2, key_heads: int = 1, dk: int = 12, dv: int = 21) -> Oper
     def exactly(q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = (x.to(state.dtype).repeat_interleave(heads // key_heads, 1) for x in (q, k))
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        return delta.gated_delta_recurrence(q * dk**-0.5, k, v, g, beta, state)
+        return gated_delta_recurrence(q * dk**-0.5, k, v, g, beta, state)
 
     def run(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args: by(*args, dk**-0.5, True)

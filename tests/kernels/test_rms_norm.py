@@ -124,12 +124,11 @@ def test_an_offset_is_added_to_the_weight_in_float32(view, dtype: torch.dtype, a
 def test_rows_that_cannot_be_held(
     monkeypatch, dtype: torch.dtype, columns: int, offset: float | None
 ) -> None:
-    """A row read in parts gives the result of a row in registers, with residual and quantized."""
+    """Torch's norm of a long row is that of a row in registers, with residual and quantized."""
     x, residual = torch.randn(2, 3, columns).to(dtype)
     weight = torch.randn(columns).to(dtype)
     held = kernel.fused_add_rms_norm_triton(x, residual, weight, EPS, offset)
     monkeypatch.setattr(kernel, "_HELD", 512)
-    monkeypatch.setattr(kernel, "_BLOCK", 1024)
     y, total = kernel.fused_add_rms_norm_triton(x, residual, weight, EPS, offset)
     assert torch.equal(total, held[1])
     torch.testing.assert_close(y, held[0])
@@ -141,9 +140,10 @@ def test_rows_that_cannot_be_held(
     assert torch.equal(scale, by_definition(y, E4M3, None, None)[1])
 
 
-def test_the_longest_row(as_accurate) -> None:
+@pytest.mark.parametrize("columns", [16384, 16385, 65536])  # registers hold 16384 in float32
+def test_the_longest_row(as_accurate, columns: int) -> None:
     """A row of 65536 columns is normalized, and a longer one is refused with the numbers."""
-    x, weight = torch.randn(1, 65536), torch.randn(65536)
+    x, weight = torch.randn(1, columns), torch.randn(columns)
     y = kernel.rms_norm_triton(x, weight, EPS)
     as_accurate(y, exact(x, weight), kernel.rms_norm_reference(x, weight, EPS))
     with pytest.raises(ValueError, match="at most 65536 columns, got 65537"):
@@ -292,8 +292,6 @@ def test_nothing_is_written_outside(monkeypatch) -> None:
         monkeypatch.setattr(module, "torch", fake)
     kernel.rms_norm_triton(x, weight, EPS)
     kernel.rms_norm_quantize_triton(x, residual, weight, EPS, E4M3, 16, None)
-    monkeypatch.setattr(kernel, "_HELD", 64)
-    monkeypatch.setattr(kernel, "_BLOCK", 64)
     kernel.fused_add_rms_norm_triton(x, residual, weight, EPS)
     assert len(guards) == 6
     for whole in guards:

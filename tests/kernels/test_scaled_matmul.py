@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import runpy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +15,16 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.choices import trying
 from vllm_module.kernels.matmul import scaled_matmul as kernel
-from vllm_module.kernels.matmul import scaled_matmul_described
 from vllm_module.kernels.matmul.matmul_configurations import (
     MatmulConfig,
     ScaledWeight,
     scaled_config_of,
-    scaled_configurations,
 )
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul, scaled_matmul_triton
 from vllm_module.kernels.rows.quantize import dequantize, quantize, quantize_static
 
+_listed = runpy.run_path(str(Path(__file__).parent / "compilation" / "configurations.py"))
+scaled_configurations: Any = _listed["scaled_configurations"]
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
@@ -205,15 +208,10 @@ def test_splits_are_added_up(as_accurate, tokens: int) -> None:
     as_accurate(y, exact, F.linear(rows.bfloat16(), wide, bias))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("block", [(1, 96), (40, 96), (16, 32), (16, 64)])
-def test_tiles_that_descriptors_load(as_accurate, monkeypatch, block, persistent) -> None:
-    """They are as exact as torch, of tensors with NaN around them that do not fill tiles.
-
-    Two programs compute all tiles of the persistent candidate.
-    """
-    monkeypatch.setattr(scaled_matmul_described, "_multiprocessors", lambda device: 2)
-    config = MatmulConfig(16, 16, 32, 4, 2, way="descriptors", persistent=persistent)
+def test_tiles_that_descriptors_load(as_accurate, monkeypatch, block) -> None:
+    """They are as exact as torch, of tensors with NaN around them that do not fill tiles."""
+    config = MatmulConfig(16, 16, 32, 4, 2, way="descriptors")
     monkeypatch.setattr(kernel, "scaled_config_of", lambda *product: config)
     monkeypatch.setattr(kernel, "multiply_tiles", None)
     held, scale = quantized(40, 96, block)
@@ -338,7 +336,7 @@ def test_configurations_list_what_any_batch_meets(block: tuple[int, int], dtype)
     described = {most for most, named in by_bucket.items() if next(iter(named)) != "tiles"}
     assert described == ({512, 1024} if dtype == FP8 and block != (64, 64) else set())
     names = {each.name for each in listed}
-    assert ("persistent" in names) == (dtype == FP8 and block != (64, 64))
+    assert ("descriptors" in names) == (dtype == FP8 and block != (64, 64))
     assert ("torch" in names) == (dtype == FP8 and block != (64, 64))
 
 

@@ -48,6 +48,9 @@ from collections import defaultdict
 sys.path.insert(0, sys.argv[1])
 import torch
 from compilation.adapters import adapted
+from compilation.configurations import (
+    grouped_configurations, packed_configurations, scaled_configurations
+)
 from compiling import E4M3, FP32, launching, meta, specialized
 from vllm_module.kernels.rows.act_and_mul import (
     act_and_mul_quantize_triton, act_and_mul_triton, swiglu_oai_and_mul_triton
@@ -57,9 +60,7 @@ from vllm_module.kernels.attention.copy_blocks import copy_blocks_triton
 from vllm_module.kernels.experts.grouped_matmul import grouped_matmul_triton
 from vllm_module.kernels.experts.grouped_matmul_mxfp4 import grouped_matmul_mxfp4_triton
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul_triton
-from vllm_module.kernels.matmul.matmul_configurations import (
-    PackedWeight, ScaledWeight, grouped_configurations, packed_configurations, scaled_configurations
-)
+from vllm_module.kernels.matmul.matmul_configurations import PackedWeight, ScaledWeight
 from vllm_module.kernels.attention.concat_and_cache_mla import concat_and_cache_mla_triton
 from vllm_module.kernels.attention.mla_attention import mla_attention_triton
 from vllm_module.kernels.attention.paged_attention_triton import paged_attention_triton

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +77,19 @@ def rank_in_world(group: dist.ProcessGroup | None, rank: int) -> str:
         return f" (rank {dist.get_global_rank(group, rank)} of the world)"
     except ValueError:  # torch has no record of the group
         return ""
+
+
+def cut_off(ranks: Iterable[int], group: dist.ProcessGroup | None, tag: int) -> None:
+    """Close this process's connections to all others, by a wait for one of them that times out.
+
+    Gloo closes them so; NCCL has no such wait. No message may have ``tag``.
+    """
+    for rank in ranks:  # some may be closed
+        with suppress(RuntimeError, ValueError):
+            memory = torch.empty(1, dtype=torch.uint8, device="cpu")
+            work = dist.irecv(memory, group=group, group_src=rank, tag=tag)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None) -> list[Any]:

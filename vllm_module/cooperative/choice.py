@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from vllm_module.base.shared_memory import host_name
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.weights import os_pages
 from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.regular_file import open_regular
@@ -47,18 +48,14 @@ class Facts(NamedTuple):
 
 
 def is_cached(files: Sequence[Path]) -> bool:
-    """Tell whether the page cache has samples of all ``files``; elsewhere than on Linux, say no."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    byte = bytearray(1)
+    """Tell whether the page cache has samples of all ``files``; where nothing can tell, say no."""
     for path in files:
         descriptor = open_regular(path, None)
         try:
             nbytes = os.fstat(descriptor).st_size
-            for sample in range(1, 2 * _SAMPLES, 2):
-                os.preadv(descriptor, [byte], nbytes * sample // (2 * _SAMPLES), os.RWF_NOWAIT)
-        except OSError:  # it is not there, or the file system cannot tell
-            return False
+            places = (nbytes * sample // (2 * _SAMPLES) for sample in range(1, 2 * _SAMPLES, 2))
+            if nbytes and not all(os_pages.is_cached(descriptor, place) for place in places):
+                return False
         finally:
             os.close(descriptor)
     return True

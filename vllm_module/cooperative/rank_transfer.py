@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
-from vllm_module.base.process_groups import rank_and_size, sends_between_cpus
+from vllm_module.base.process_groups import cut_off, rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import SLICE, interruptibly
 from vllm_module.cooperative.moved import Moved, Read, Values, nbytes_of, packed, unpacked
 from vllm_module.cooperative.nixl import FRAME, NixlCarrier
 from vllm_module.distributed import Waiting
-from vllm_module.distributed.peer import cut_off
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.layout import TransferPlan
 from vllm_module.layout.layout import EXPERT
@@ -245,7 +244,7 @@ class RankTransfer:
         A call of :func:`together` does that itself, once it has told others why.
         """
         if not self._others.together:
-            cut_off({*range(self._size)} - {self.rank}, self.group, _TAG + 8)
+            cut_off({*range(self._size)} - {self.rank}, self.group, _TAG + 15)
 
     def _late(self, peer: int, name: str) -> Exception:
         """Return the error of a rank that has waited too long for ``peer``."""

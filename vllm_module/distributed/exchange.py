@@ -20,9 +20,14 @@ import torch.distributed as dist
 
 from vllm_module.base import waiting
 from vllm_module.base.messages import describe_error
-from vllm_module.base.process_groups import rank_and_size, rank_in_world, sends_between_cpus
+from vllm_module.base.process_groups import (
+    cut_off,
+    rank_and_size,
+    rank_in_world,
+    sends_between_cpus,
+)
 from vllm_module.distributed.news import ENDED, News, neighbours
-from vllm_module.distributed.peer import Peer, cut_off, end_threads, framed
+from vllm_module.distributed.peer import Peer, end_threads, framed
 from vllm_module.errors import RankError
 
 _log = logging.getLogger(__name__)
@@ -444,5 +449,5 @@ class _Exchange:
         finally:
             here = [peer for peer in peers if not peer.leaves]
             if not self._inside:
-                cut_off(set(range(self.size)) - {self.rank}, self._group, self._tag)
+                cut_off(set(range(self.size)) - {self.rank}, self._group, self._tag + 7)
                 end_threads(here, self._changed, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -144,16 +144,6 @@ class Peer:
         for _memory, departure in sent:
             assert departure is not None
             departure.wait(_FOREVER)
-
-
-def cut_off(ranks: Iterable[int], group: dist.ProcessGroup | None, tag: int) -> None:
-    """Close this rank's connections to all others, by a wait for one of them that times out."""
-    for rank in ranks:  # some may be closed
-        with suppress(RuntimeError, ValueError):
-            memory = torch.empty(1, dtype=torch.uint8, device="cpu")
-            work = dist.irecv(memory, group=group, group_src=rank, tag=tag + 7)
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))
 
 
 def end_threads(peers: list[Peer], changed: threading.Condition, seconds: float) -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.kernels.attention.fresh_attention import fresh_attention, way_of_fresh_prompts
 from vllm_module.kernels.attention.paged_attention import causal_attention, paged_attention
 from vllm_module.kernels.attention.paged_layout import PagedLayout
 from vllm_module.kernels.attention.reshape_and_cache import reshape_and_cache
@@ -33,8 +32,6 @@ class AttentionMetadata:
         query_start_loc: index of each sequence's first token in this step, and the number of
             tokens at the end, int32 ``[sequences + 1]``.
         max_query_len: most tokens of one sequence in this step; 1 in a step that only decodes.
-        fresh: whether the step has all tokens of each sequence, and stores all of its tokens; the
-            host knows it. If false, it may be so or not.
         state_slots: the state slot of each sequence, int64 ``[sequences]``; -1 for padding. Layers
             with recurrent state read it.
 
@@ -48,7 +45,6 @@ class AttentionMetadata:
     context_lens: torch.Tensor
     query_start_loc: torch.Tensor
     max_query_len: int
-    fresh: bool = field(default=False, kw_only=True)
     state_slots: torch.Tensor | None = field(default=None, kw_only=True)
 
     layout: PagedLayout | None = field(default=None, init=False, repr=False)
@@ -156,13 +152,9 @@ class Attention(QuantizableKVCache):
         k_cache, v_cache = self.kv_cache
         cache = k_cache, v_cache, metadata.slot_mapping, self.k_scale, self.v_scale
         scores = self.softcap, self.alibi_slopes, sinks
-        way = "pages"
-        if metadata.fresh:
-            way = way_of_fresh_prompts(query, key, value, k_cache, *scores)
-        alone = way != "pages"
         same = query.dtype == key.dtype == value.dtype
         # The one operation stores rotated keys and returns none.
-        if same and not alone and rotate is not None:
+        if same and rotate is not None:
             cos, sin = rotate.cos_sin
             query = rotate_and_cache(
                 query, key, value, cos, sin, *cache, rotate.is_neox_style, rotate.q_weight,
@@ -172,10 +164,6 @@ class Attention(QuantizableKVCache):
             if rotate is not None:
                 query, key = rotate(query, key)
             reshape_and_cache(key, value, *cache, layout=metadata.layout)
-        if alone:
-            starts, longest = metadata.query_start_loc, metadata.max_query_len
-            sequences = starts, longest, self.scale, self.sliding_window
-            return fresh_attention(query, key, value, *sequences, way == "cudnn").flatten(1)
         return paged_attention(
             query,
             k_cache,

@@ -86,7 +86,6 @@ class PackedvLLMParameter(BasevLLMParameter):
 
     packed_dim: int
     packed_factor: int
-    packed_elements: int
 
     def __new__(
         cls,
@@ -106,7 +105,6 @@ class PackedvLLMParameter(BasevLLMParameter):
         dims[packed_dim] = dims[packed_dim].in_units(packed_factor, what, elements=packed_elements)
         self = super().__new__(cls, *dims, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more)
         self.packed_dim, self.packed_factor = packed_dim, packed_factor
-        self.packed_elements = packed_elements
         return self
 
 

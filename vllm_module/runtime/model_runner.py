@@ -142,14 +142,12 @@ class ModelRunner:
         if size is None:
             if self._slots is not None:
                 self._set_slots(kind, slots)
-            # True if the step has all tokens of every context.
-            fresh = inputs.max_query_len > 1 and sum(inputs.context_lens) == count
             given = inputs if count else None
             decodes_all = kind == _PLAIN and count and inputs.rows == list(range(count))
             if self._recorded is not None and decodes_all and not self._adapters.groups:
                 metadata = self._metadata(step, 1)
                 return self._recorded.logits(step[0], step[1], metadata)
-            metadata = self._metadata(step, inputs.max_query_len, given, fresh)
+            metadata = self._metadata(step, inputs.max_query_len, given)
             hidden = self._forward(step[0], step[1], metadata.laid_out())
         else:
             self._graphs[kind, size].replay()
@@ -337,11 +335,7 @@ class ModelRunner:
         return slots
 
     def _metadata(
-        self,
-        step: list[torch.Tensor],
-        longest: int,
-        inputs: StepInputs | None = None,
-        fresh: bool = False,
+        self, step: list[torch.Tensor], longest: int, inputs: StepInputs | None = None
     ) -> AttentionMetadata:
         """Return the metadata of a step, whose tensors are in the order of :meth:`_parts`.
 
@@ -357,7 +351,7 @@ class ModelRunner:
             adjacent = inputs.table_rows == list(range(first, first + count))
             tables = tables[first : first + count] if adjacent else tables.index_select(0, rows)
         places = slot_mapping, tables, context_lens, query_start_loc
-        return AttentionMetadata(*places, longest, fresh=fresh, state_slots=slots)
+        return AttentionMetadata(*places, longest, state_slots=slots)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

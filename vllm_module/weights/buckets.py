@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from vllm_module.base.messages import describe_error, printable_name, shorten
 from vllm_module.base.process_groups import (
+    cut_off,
     gather_objects,
     rank_and_size,
     rank_in_world,
@@ -330,7 +330,8 @@ class _Transfer:
         try:
             yield
         except BaseException as error:
-            self._cut_off()
+            # So others do not wait for this rank until their timeout. With NCCL alone they do.
+            cut_off(set(range(self.size)) - {self.rank}, self.group, _CUT_TAG)
             if not isinstance(error, RuntimeError):  # an interrupt, and no collective failed
                 raise
             others = [rank for rank in range(self.size) if rank != self.rank]
@@ -350,18 +351,6 @@ class _Transfer:
     def _wait(self, collective: Callable[[], _T]) -> _T:
         """Run a collective so that Ctrl-C ends it, where it waits in this thread."""
         return interruptibly(collective) if self.device.type == "cpu" else collective()
-
-    def _cut_off(self) -> None:
-        """Close this rank's connections, so that others do not wait for it until their timeout.
-
-        In gloo a wait that times out does that. With NCCL alone, others do wait for the timeout.
-        """
-        for peer in set(range(self.size)) - {self.rank}:
-            with suppress(RuntimeError, ValueError):
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                work = dist.irecv(nothing, group=self.group, group_src=peer, tag=_CUT_TAG)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
 
     def _verdict(self, statuses: list[_Status]) -> Exception | None:
         """Return the error of every rank that has none of its own, or None if all succeeded."""

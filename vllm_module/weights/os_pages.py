@@ -50,8 +50,10 @@ def cached(descriptor: int, offset: int, length: int) -> bool:
     """
     first, last = offset // mmap.PAGESIZE, (offset + length - 1) // mmap.PAGESIZE
     count = _count_cached(descriptor, offset, length)
+    pages = (first + (last - first) * sample // (_SAMPLES - 1) for sample in range(_SAMPLES))
+    places = (page * mmap.PAGESIZE for page in pages)
     return count > last - first or (
-        count == 0 and all(_is_cached(descriptor, first, last, i) for i in range(_SAMPLES))
+        count == 0 and all(is_cached(descriptor, place) is not False for place in places)
     )
 
 
@@ -65,16 +67,16 @@ def _count_cached(descriptor: int, offset: int, length: int) -> int:
     return 0 if failed else counts[0]
 
 
-def _is_cached(descriptor: int, first: int, last: int, sample: int) -> bool:
+def is_cached(descriptor: int, offset: int) -> bool | None:
+    """Return whether the page cache has a byte of a file; ``None`` where nothing can tell."""
     if not hasattr(os, "RWF_NOWAIT"):
-        return True
-    page = first + (last - first) * sample // (_SAMPLES - 1)
+        return None
     try:
-        return os.preadv(descriptor, [bytearray(1)], page * mmap.PAGESIZE, os.RWF_NOWAIT) > 0
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
     except BlockingIOError:
         return False
-    except OSError:  # this file system has no such count
-        return True
+    except OSError:  # this file system cannot tell
+        return None
 
 
 def read_ahead(descriptor: int, offset: int, length: int) -> None:

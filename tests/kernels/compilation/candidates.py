@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from compilation.configurations import (
+    grouped_configurations,
+    packed_configurations,
+    scaled_configurations,
+)
 from compilation.experts import grouped
 from compilation.launches import E4M3, Cases, Compiled, compiled, launching, tried
 from compilation.products import CODEBOOKS, PACKED, multiplied, packed, packed_name
@@ -20,13 +25,7 @@ from vllm_module.kernels.attention import (
     paged_attention_decode,
     paged_attention_prefill,
 )
-from vllm_module.kernels.matmul.matmul_configurations import (
-    PackedWeight,
-    ScaledWeight,
-    grouped_configurations,
-    packed_configurations,
-    scaled_configurations,
-)
+from vllm_module.kernels.matmul.matmul_configurations import PackedWeight, ScaledWeight
 
 ATTENTION = mla_attention, paged_attention_decode, paged_attention_prefill
 

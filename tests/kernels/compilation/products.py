@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from compilation.launches import E4M3, FP16, FP32, TYPES, Cases, meta, tried
-from vllm_module.kernels.matmul import few_rows_matmul
 from vllm_module.kernels.matmul.packed_matmul import packed_matmul_triton
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul_triton
 
@@ -95,17 +94,7 @@ def packed_name(m: int, kind: str, group: int, bits: int, dtype: torch.dtype) ->
     return f"packed {kind}, {m}, {bits} bits, groups of {group}, {TYPES[dtype]}"
 
 
-def few_rows(candidate: str, n: int, k: int) -> Callable[[], object]:
-    """Multiply 16 rows by a weight of 16 bits."""
-    config = few_rows_matmul._ON_HOPPER[candidate]
-    assert config is not None
-    return lambda: few_rows_matmul.few_rows_matmul_triton(meta(16, k), meta(n, k), None, *config)
-
-
 CASES: Cases = {
-    "few rows, 4096": few_rows("few rows", 4096, 4096),
-    "few rows, narrow, 4096": few_rows("few rows, narrow", 4096, 4096),
-    "few rows, 1008": few_rows("few rows", 28672, 1008),
     "multiply int8, 1": multiplied(1, 4096, 4096, "int8"),
     "multiply int8, 64": multiplied(64, 4096, 4096, "int8"),
     "multiply int8, 256": multiplied(256, 28672, 4096, "int8"),
@@ -115,7 +104,6 @@ CASES: Cases = {
     },
 }
 HOPPER: Cases = {
-    "few rows, launched early, 4096": few_rows("few rows, launched early", 4096, 4096),
     **{
         f"multiply {kind}, {m}{', by block' * (rows > 1)}": multiplied(m, n, 4096, kind, rows)
         for m, n in (
@@ -138,7 +126,6 @@ HOPPER: Cases = {
             (64, "wide tiles"),
             (256, "small descriptors"),
             (512, "descriptors"),
-            (8192, "persistent"),
         )
         for rows in (1, 128)
     },

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import os
 from collections import defaultdict
-from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from vllm_module.base import process_groups
 from vllm_module.base.process_groups import private_group, rank_and_size, sends_between_cpus
 from vllm_module.base.waiting import interruptibly
 from vllm_module.config import EngineConfig
@@ -70,7 +70,7 @@ def connect(store: Any, rank: int, size: int, device: torch.device, stages: int 
 
 
 def cut_off(*groups: dist.ProcessGroup | None) -> None:
-    """Close the connections to other ranks, by receives that time out.
+    """Close the connections to other ranks.
 
     The others then stop waiting for this rank. NCCL's connections end with the process.
     """
@@ -78,12 +78,7 @@ def cut_off(*groups: dist.ProcessGroup | None) -> None:
         if group is None or not sends_between_cpus(group):
             continue
         rank, size = rank_and_size(group)
-        for peer in set(range(size)) - {rank}:
-            with suppress(RuntimeError, ValueError):
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                work = dist.irecv(nothing, group=group, group_src=peer, tag=_CUT_TAG)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
+        process_groups.cut_off(set(range(size)) - {rank}, group, _CUT_TAG)
         # Never destroyed: that waits for all sends, and gloo does not end one to a rank that has
         # ended. So a process would hang when it exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

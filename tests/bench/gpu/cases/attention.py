@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,8 @@ from gpu.cases.case import (
     Case,
     Peer,
     Tensors,
-    fused_qkv,
     short,
 )
-from vllm_module.kernels.attention.fresh_attention import fresh_attention, way_of_fresh_prompts
 from vllm_module.kernels.attention.paged_attention import paged_attention
 from vllm_module.kernels.attention.paged_attention_reference import paged_attention_reference
 
@@ -230,54 +227,3 @@ def prefill(small: bool) -> Iterator[Case]:
         yield attention(name, bucket, lengths, heads)
     name, lengths = next(iter(works.items()))
     yield attention(name, "prefill, e4m3 kv", lengths, heads, kv_dtype=E4M3)
-
-
-def fresh_inputs(
-    lengths: list[tuple[int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype
-) -> Tensors:
-    """Return the inputs of paged attention, and the keys and values that its pages hold."""
-    page = 16
-    query, key, value = fused_qkv(sum(new for new, _ in lengths), heads, kv_heads, size, dtype)
-    _, *caches, tables, contexts, starts, _, _ = attention_inputs(
-        lengths, heads, kv_heads, size, page, dtype, dtype, 0
-    )
-    slots = [
-        int(tables[sequence, position // page]) * page + position % page
-        for sequence, (_, context) in enumerate(lengths)
-        for position in range(context)
-    ]
-    for cache, x in zip(caches, (key, value), strict=True):
-        cache.flatten(0, 1)[torch.tensor(slots, device=cache.device)] = x
-    return query, *caches, tables, contexts, starts, None, None, key, value
-
-
-def attend_freshly(most: int, *inputs: Any) -> torch.Tensor:
-    """Attend as the layer does in a step of whole prompts."""
-    *paged, key, value = inputs
-    query, starts = paged[0], paged[5]
-    way = way_of_fresh_prompts(query, key, value, paged[1])
-    if way != "pages":
-        scale = query.shape[-1] ** -0.5
-        return fresh_attention(query, key, value, starts, most, scale, None, way == "cudnn")
-    return attend(paged_attention, most, {}, *paged)
-
-
-def fresh(small: bool) -> Iterator[Case]:
-    """Yield batches of whole prompts, which torch may attend to without pages."""
-    works = {"1 x 8192": [8192], "8 of 256 to 2k": spread(8, 256, 2048)}
-    if small:
-        works = {"3 of 1 to 20": spread(3, 1, 20)}
-    heads = (4, 2) if small else (32, 8)
-    for name, contexts in works.items():
-        lengths = [(each, each) for each in contexts]
-        case = attention(f"fresh prompts {name}", "fresh prompts", lengths, heads)
-        most = max(contexts)
-        plainly = partial(attend_plainly, most, {})
-        yield replace(
-            case,
-            make=partial(fresh_inputs, lengths, *heads, 128, BF16),
-            ours=partial(attend_freshly, most),
-            reference=lambda *inputs, plainly=plainly: plainly(*inputs[:-2]),
-            truth=lambda query, *rest, plainly=plainly: plainly(query.float(), *rest[:-2]),
-            peers={},
-        )

@@ -1,4 +1,4 @@
-"""Cases of products with eight-bit weights, and of few rows with weights of 16 bits."""
+"""Cases of products with eight-bit weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from gpu.cases.case import BF16, E4M3, FP16, FP32, Case, Peer, Tensors, short
-from vllm_module.kernels.matmul.linear import linear
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
 from vllm_module.kernels.rows.quantize import dequantize, quantize_reference
 
@@ -30,26 +29,6 @@ def products(small: bool) -> Iterator[Case]:
         yield product_case(way, m, n, k, BF16, timed=True)
     for way, m in product(("rows from 16 bits", "weight only"), sorted({tokens[0], tokens[-1]})):
         yield product_case(way, m, *sizes[0], BF16, timed=True)
-
-
-def few_rows(small: bool) -> Iterator[Case]:
-    """Yield products that a decoding step of an 8B model has, its head among them."""
-    sizes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
-    for (n, k), m in product([(96, 256)] if small else sizes, (1, 16)):
-        yield Case(
-            name=f"linear {m} x {n} x {k} {short(BF16)}",
-            make=lambda m=m, n=n, k=k: (
-                torch.randn(m, k, dtype=BF16),
-                torch.randn(n, k, dtype=BF16) / k**0.5,
-            ),
-            ours=linear,
-            reference=F.linear,
-            truth=lambda x, weight: F.linear(x.float(), weight.float()),
-            bucket="linear, few rows",
-            moved=2 * (n * k + m * k + m * n),
-            flops=2 * m * n * k,
-            peers={"torch": Peer(F.linear)},
-        )
 
 
 def product_case(way: str, m: int, n: int, k: int, dtype: torch.dtype, timed: bool) -> Case:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from gpu.cases.adapters import adapters
-from gpu.cases.attention import decode, fresh, options, prefill
+from gpu.cases.attention import decode, options, prefill
 from gpu.cases.cache import cache_writes
 from gpu.cases.case import Case
 from gpu.cases.experts import experts
 from gpu.cases.latent import latent
-from gpu.cases.matmul import few_rows, products
+from gpu.cases.matmul import products
 from gpu.cases.packed import packed_products
 from gpu.cases.quantizing import fused_quantizers, quantizers
 from gpu.cases.recurrent import recurrences
@@ -21,9 +21,7 @@ from gpu.cases.sampling import sampling
 OPERATIONS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "decode": decode,
     "prefill": prefill,
-    "fresh prompts": fresh,
     "matmul": products,
-    "few rows": few_rows,
     "experts": experts,
     "adapters": adapters,
     "sampling": sampling,
