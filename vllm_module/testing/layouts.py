@@ -16,7 +16,7 @@ from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.layout import Layout, parse_layout
 from vllm_module.layout.layout_file import layout_json
 from vllm_module.testing.case import Case, law
-from vllm_module.testing.checkpoints import Tensors, same_bits, state
+from vllm_module.testing.checkpoints import CheckpointForm, Tensors, same_bits, state
 from vllm_module.weights.region import Region
 
 
@@ -28,8 +28,10 @@ def assert_laid_out(case: Case) -> None:
     its boxes alone the checkpoint is cut for each rank, and the result is what the rank has loaded,
     bit for bit, zeros of padding included. What a conversion makes is not compared. The ranks'
     digests add up to those of the checkpoint's tensors, quantized ones included, and of one rank.
+    The checkpoint has any form, in which layers may be fused.
     """
-    size, tensors = case.size, case.tensors
+    size = case.size
+    tensors = CheckpointForm.choose(case.whole, case.random).of(case.tensors)
     regions = {name: Region.of(name, tensor) for name, tensor in tensors.items()}
     layout = case.build(0, size).plan_weights(regions).layout(size)
     data = layout_json(layout)
@@ -37,7 +39,7 @@ def assert_laid_out(case: Case) -> None:
     written = json.loads(data)
     _assert_owners(case, layout)
 
-    _assert_digests(case, layout)
+    _assert_digests(case, layout, tensors)
     assert_held_as_written(written, tensors, case.on_every_rank(partial(load_unprocessed, tensors)))
 
 
@@ -86,9 +88,8 @@ def assert_add_up(digests: Iterable[ModelDigest], layout: Layout, tensors: Tenso
     assert len(got) == len(list(layout.names()))
 
 
-def _assert_digests(case: Case, layout: Layout) -> None:
+def _assert_digests(case: Case, layout: Layout, tensors: Tensors) -> None:
     """Compare the ranks' digests with those of the whole tensors, and of one rank."""
-    tensors = case.tensors
     assert_add_up(case.on_every_rank(partial(digest_by, layout, tensors)), layout, tensors)
     if any(each.conversion not in (None, "exponents") for each in layout.partitions):
         return  # scales may depend on the cut

@@ -14,6 +14,7 @@ from vllm_module.layout.layout import HeldBox, StoredTensorLayout
 from vllm_module.layout.transfer import TransferPlan
 from vllm_module.layout.views import Box, place
 from vllm_module.testing.case import Case, law
+from vllm_module.testing.checkpoints import CheckpointForm
 from vllm_module.testing.layouts import boxed
 from vllm_module.testing.strategies import tp_sizes
 from vllm_module.weights.region import Region
@@ -25,11 +26,13 @@ _Held = dict[tuple[str, int], list[tuple[HeldBox, torch.Tensor]]]  # by name and
 def assert_transfers(case: Case) -> None:
     """Law 12: a plan of two layouts moves every element to each rank that keeps it, once.
 
+    Both have the tensors of one form of the checkpoint, in which layers may be fused.
     The source is this module on another number of ranks, or shards by rows, by any dimension, or of
     replicas. Each rank's boxes are cut out of tensors whose elements are numbered, and are sent as
     the plan says; what arrives is compared with what the target's layout says by itself.
     """
-    regions = {name: Region.of(name, tensor) for name, tensor in case.tensors.items()}
+    tensors = CheckpointForm.choose(case.whole, case.random).of(case.tensors)
+    regions = {name: Region.of(name, tensor) for name, tensor in tensors.items()}
     target = case.build(0, case.size).plan_weights(regions).layout(case.size)
     source = _source(case, target, regions)
     node: dict[str, Any] = {"source_node": case.choose((1, 1, 2, 4), "ranks of a source's host")}
