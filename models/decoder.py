@@ -38,15 +38,13 @@ class DecoderLayer(vLLMModule):
     norm_class: type[nn.Module] = RMSNorm  # built from (hidden_size, eps), called like RMSNorm
     attention_class: type[nn.Module]  # built from (config, rotary_emb, layer_idx)
     mlp_class: type[nn.Module]  # built from (config)
-    mlp_name = "mlp"  # what a checkpoint calls the MLP
-    mlp: nn.Module
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self.attention_class(config, rotary_emb, layer_idx)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
-        self.add_module(self.mlp_name, self.new_mlp(config, layer_idx))
+        self.mlp = self.new_mlp(config, layer_idx)
 
     def new_mlp(self, config: Any, layer_idx: int) -> nn.Module:
         """Return the layer's MLP; an override may choose its class by the layer's number."""
@@ -62,7 +60,7 @@ class DecoderLayer(vLLMModule):
         hidden_states, residual = self.input_layernorm(hidden_states, residual)
         hidden_states = self.self_attn(positions, hidden_states, metadata)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return getattr(self, self.mlp_name)(hidden_states), residual
+        return self.mlp(hidden_states), residual
 
 
 class DecoderModel(vLLMModule):
@@ -84,7 +82,8 @@ class DecoderModel(vLLMModule):
             self.layer_class(config, rotary_emb, layer_idx)
             for layer_idx, rotary_emb in enumerate(chain((self.rotary_emb,), rotary_embs))
         )
-        self.add_module(self.final_norm, self.norm_class(config.hidden_size, config.rms_norm_eps))
+        norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.add_module(self.final_norm, norm)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(input_ids)
@@ -106,7 +105,8 @@ class DecoderModel(vLLMModule):
         norm = getattr(self, self.final_norm)
         if isinstance(norm, OtherStage):
             return hidden_states, residual
-        return norm(hidden_states, residual)[0]
+        hidden_states, _ = norm(hidden_states, residual)
+        return hidden_states
 
 
 class DecoderForCausalLM(vLLMModule):

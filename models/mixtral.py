@@ -8,8 +8,15 @@ import torch
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import NumExperts, Positive, Size
-from vllm_module.layers import FusedMoE, Router
-from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm_module.layers import (
+    AttentionMetadata,
+    FusedMoE,
+    Positions,
+    RMSNorm,
+    RotaryEmbedding,
+    Router,
+)
+from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.llama import MistralAttention, MistralConfig
 
 
@@ -38,12 +45,28 @@ class MixtralSparseMoeBlock(vLLMModule):
         return self.experts(x, self.gate(x))
 
 
-class MixtralDecoderLayer(DecoderLayer):
-    attention_class = MistralAttention
-    mlp_class = MixtralSparseMoeBlock
-    mlp_name = "block_sparse_moe"
+class MixtralDecoderLayer(vLLMModule):
     sole_readers = {"input_layernorm": "self_attn"}
     weight_aliases = {"mlp": "block_sparse_moe"}  # where transformers 5 saves packed experts
+
+    def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MistralAttention(config, rotary_emb, layer_idx)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_sparse_moe = MixtralSparseMoeBlock(config)
+
+    def forward(
+        self,
+        positions: Positions,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        metadata: AttentionMetadata | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states, metadata)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.block_sparse_moe(hidden_states), residual
 
 
 class MixtralModel(DecoderModel):
