@@ -178,7 +178,7 @@ def test_served_weights(tuned: Callable[[str], Any]) -> None:
             for each in server._files["model.safetensors"]._tensors
             if "experts.gate_up" in each.name
         )
-        assert not tensor.by_rows  # such a tensor is kept
+        assert not tensor.holds_rows  # such a tensor is kept
         llm.load_adapter("a", one.adapter)
 
         def sent() -> bytes:

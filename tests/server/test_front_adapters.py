@@ -53,7 +53,7 @@ class Holder(Stub):
             await self.answering.wait()
             self.status = 200
         self.ends, self.silent = self.silent, False
-        async with super().ask() as answer:
+        async with super().ask(*asked) as answer:
             yield answer
 
 

@@ -130,7 +130,7 @@ def test_a_number_is_too_large_wherever_it_is_in_a_large_body(number: bytes) -> 
             body = head + text + middle + number + b"}"
             assert body.index(number) == first
             with pytest.raises(ApiError, match="too large for a float"):
-                endpoint._checked(headers, body)
+                endpoint._checked(headers, {}, body)
 
 
 def test_a_number_is_too_large_where_python_has_it_infinite() -> None:
@@ -139,7 +139,7 @@ def test_a_number_is_too_large_where_python_has_it_infinite() -> None:
     for number in numbers_of_every_length():
         infinite, refused = math.isinf(float(number)), ""
         try:
-            endpoint._checked(headers, b'{"prompt": "a", "temperature": %b}' % number.encode())
+            endpoint._checked(headers, {}, b'{"prompt": "a", "temperature": %b}' % number.encode())
         except ApiError as error:  # one that is no temperature is refused, too
             refused = error.message
         assert ("too large for a float" in refused) == infinite, number

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -167,19 +167,19 @@ class HandlerEndpoint(Endpoint):
     async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Check the body and have the handler answer it."""
         large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
-        check = partial(self._checked, request, data)
+        # vLLM's clients send an operation's fields so: /pause?mode=keep.
+        query = request.query_params if self.right == "admin" else {}
+        check = partial(self._checked, request.headers, query, data)
         body = await asyncio.to_thread(check) if large else check()
         await work_until_gone(self._work(body, request, send, large), request.receive)
 
-    def _checked(self, request: Request, data: bytes) -> Body:
-        # vLLM's clients send an operation's fields so: /pause?mode=keep.
-        query = request.query_params if self.right == "admin" else {}
+    def _checked(self, headers: Headers, query: Mapping[str, str], data: bytes) -> Body:
         if query and data:
             raise ApiError(400, f"send all fields in the body: {shorten(', '.join(query))}")
         needed = any(each.is_required() for each in self.kind.model_fields.values())
         if query or not (data or needed):
             return self.kind.of({name: _FLAGS.get(value, value) for name, value in query.items()})
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another origin cannot send unasked
             raise ApiError(415, "send the body with 'Content-Type: application/json'")
         return self.kind.of(read_json(data, self.limits.body_values))
