@@ -30,7 +30,7 @@ adapt, small_model = SUPPORT["adapt"], SUPPORT["small_model"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 AT_LENGTH = bool(os.environ.get("AT_LENGTH"))
 COUNT, TOKENS = 1000 if AT_LENGTH else 20, 5
-IN_MEMORY, REQUESTS = (8, 10_000) if AT_LENGTH else (3, 160)
+IN_MEMORY, REQUESTS = (8, 10_000) if AT_LENGTH else (3, 80)
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
 PROMPTS = [[(7 * i + 3 * j) % 60 for j in range(20)] for i in range(3)]
 TARGETS = [["q_proj", "v_proj"], ["o_proj", "gate_proj", "embed_tokens"], ["k_proj", "lm_head"]]

@@ -77,6 +77,7 @@ def test_tokens_of_two_hosts_are_those_of_transformers(folder: Path, tmp_path: P
     assert "host 1 of 2 asks for host 0 at 127.0.0.1:" in ended[1][1]
 
 
+@pytest.mark.at_length
 def test_a_host_that_ends(folder: Path, tmp_path: Path) -> None:
     """If its launcher is killed before its rank has joined, the rank ends, and all others do."""
     words = ("--prompt-ids", "1,2,3", "--device", "cpu", "--tp", 2)

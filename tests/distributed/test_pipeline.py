@@ -140,7 +140,10 @@ def test_two_stages_of_two_ranks_give_the_tokens_of_one(name: str, folders: Any)
         assert tokens(llm) == expected
 
 
-@pytest.fixture(scope="module", params=IN_FOURS)
+@pytest.fixture(
+    scope="module",
+    params=["deepseek-v3", pytest.param("qwen3-next", marks=pytest.mark.at_length)],
+)
 def four(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[tuple[Path, LLM]]:
     """Two stages of two ranks each, which tests leave with the folder's weights."""
     folder = folders[request.param]

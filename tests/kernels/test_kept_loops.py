@@ -197,7 +197,7 @@ assert [*processor()] == expected, processor()
 """
 
 
-@pytest.mark.parametrize("name", ["haswell", "Generic"])
+@pytest.mark.parametrize("name", [pytest.param("haswell", marks=pytest.mark.at_length), "Generic"])
 def test_the_processor_is_as_numba_takes_it(name: str) -> None:
     """A generic one has no features: what is compiled for it runs on any host."""
     set_by_user = {**os.environ, "NUMBA_CPU_NAME": name}

@@ -128,7 +128,11 @@ def test_a_rank_of_a_reader_reads_what_it_keeps(
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("mixtral", {"enable_expert_parallel": True}), ("phi3", {}), ("gpt_oss", {})],
+    [
+        ("mixtral", {"enable_expert_parallel": True}),
+        pytest.param("phi3", {}, marks=pytest.mark.at_length),
+        ("gpt_oss", {}),
+    ],
 )
 def test_other_families_are_whole(
     folder_of: Callable[[str], Path], kind: str, options: dict[str, Any]
