@@ -84,7 +84,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # also what is garbage by now: to look for it takes each worker a second
     gc.enable()
     # PyTorch's modules and traces make many objects that are no garbage: look less often.
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(20_000, 20, 20)
     # pytest adds its handlers to each logger that does not propagate, six times for each test, and
     # PyTorch has 45 of them. Records that propagate reach the same handlers, at the root.
     for name, logger in logging.root.manager.loggerDict.items():
