@@ -69,8 +69,8 @@ def _led_to(module: Any, names: Sequence[str]) -> dict[str, tuple[NamedTensor, .
     try:
         with planning(tree, pairs, planner=planner):
             module.load_weights(pairs)
-    except Exception:
-        # An override that looks at tensors: what is sent shows whether it knows the names.
+    except Exception:  # a user's load_weights, which reads values, may raise anything here
+        # What is sent shows whether it knows the names.
         return {name: (NamedTensor(name, None),) for name in names}
     held = Tree(module)
     first = {each.tensor: each for each in held_locations(held.top)}  # of a tied tensor's places
