@@ -126,7 +126,7 @@ def _makes_world(place: list[str | None]) -> bool:
     """Tell whether a thread makes torch's default group of the processes that were launched.
 
     Torch does not tell. Its function is among those that run, with the address of the launcher's
-    variables, whose values were ``place``.
+    variables, whose values were ``place``, and not for a group of one.
     """
     if dist.is_initialized() or [os.environ.get(name) for name in _WORLD] != place:
         return False
@@ -135,6 +135,7 @@ def _makes_world(place: list[str | None]) -> bool:
         while frame is not None:
             of_torch = frame.f_globals.get("__name__") == dist.distributed_c10d.__name__
             if of_torch and frame.f_code.co_name == dist.init_process_group.__name__:
-                return frame.f_locals.get("init_method") == "env://"
+                given = frame.f_locals
+                return given.get("init_method") == "env://" and given.get("world_size") != 1
             frame = frame.f_back
     return False
