@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import http.client
 import json
 import multiprocessing
@@ -158,6 +159,8 @@ def main() -> None:
         conftest["write_tokenizer"](Path(folder))
         llm = LLM(folder, dtype="float32", device="cpu", max_model_len=512)
     engine = AsyncLLM(llm)
+    gc.collect()
+    gc.freeze()  # as `vllm-module serve` does
     listener = Listener(
         application(State(["m"], 64, engine), Keys((), ()), Limits()), Address(port=0), Limits()
     )

@@ -2,7 +2,8 @@
 
     python tests/bench/serving.py --streams 32 --tokens 128 --out tests/bench/results/serving.json
 
-A tiny model generates for all streams at once: the engine alone (``LLM.generate``), coroutines
+A tiny model generates for all streams at once, or with ``--apart 10`` for one more every 10 ms: the
+engine alone (``LLM.generate``), coroutines
 (``AsyncLLM``), and clients in another process (``/v1/completions``, streamed). CPU time is that of
 all threads of the serving process. The texts of the three are compared, and nothing is printed if
 they differ. Rounds alternate. "uvicorn" is a server that answers each of these clients with a
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import runpy
@@ -53,10 +55,11 @@ def write_checkpoint(folder: Path) -> None:
     conftest["write_tokenizer"](folder)
 
 
-def stream_all(pipe: Connection, port: int, prompts: Texts, tokens: int) -> None:
+def stream_all(pipe: Connection, port: int, prompts: Texts, tokens: int, apart: float) -> None:
     """Be the clients: in each round, stream all prompts at once; send texts and first seconds."""
 
-    async def one(prompt: str) -> tuple[str, float]:
+    async def one(number: int, prompt: str) -> tuple[str, float]:
+        await asyncio.sleep(number * apart)
         body = json.dumps(
             {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
         ).encode()
@@ -75,7 +78,7 @@ def stream_all(pipe: Connection, port: int, prompts: Texts, tokens: int) -> None
         return text, first
 
     async def all_of_them() -> list[tuple[str, float]]:
-        return await asyncio.gather(*map(one, prompts))
+        return await asyncio.gather(*map(one, range(len(prompts)), prompts))
 
     while pipe.recv():
         pipe.send(asyncio.run(all_of_them()))
@@ -104,16 +107,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--apart", type=float, default=0.0, help="ms between two beginnings")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    apart = options.apart / 1000
     prompts = [f"client {i}: {'x' * (i % 7)}" for i in range(options.streams)]
     params = SamplingParams(temperature=0, max_tokens=options.tokens)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder))
         llm = LLM(folder, dtype="float32", device="cpu", kv_cache_memory_bytes=64 << 20)
     engine = AsyncLLM(llm)
+    gc.collect()
+    gc.freeze()  # as `vllm-module serve` does
     state = State(["tiny"], 64, engine)
     listener = Listener(application(state, Keys((), ()), Limits()), Address(port=0), Limits())
     listener.start()
@@ -123,7 +130,7 @@ def main() -> None:
     pipes: dict[str, Connection] = {}
     for name, server in {"HTTP": listener, "uvicorn": floor}.items():
         pipes[name], theirs = spawning.Pipe()
-        given = theirs, int(server.url.rpartition(":")[2]), prompts, options.tokens
+        given = theirs, int(server.url.rpartition(":")[2]), prompts, options.tokens, apart
         spawning.Process(target=stream_all, args=given, daemon=True).start()
 
     def alone() -> tuple[Texts, list[float]]:
@@ -132,12 +139,17 @@ def main() -> None:
         return texts, [output.metrics.first_token_latency for output in outputs]
 
     def coroutines() -> tuple[Texts, list[float]]:
-        async def one(prompt: str) -> tuple[str, float]:
-            *_, output = [each async for each in engine.generate(prompt, params)]
-            return output.outputs[0].text, output.metrics.first_token_latency
+        async def one(number: int, prompt: str) -> tuple[str, float]:
+            await asyncio.sleep(number * apart)
+            begin, firsts = time.perf_counter(), list[float]()
+            text = ""
+            async for output in engine.generate(prompt, params):
+                firsts.append(time.perf_counter() - begin)
+                text = output.outputs[0].text
+            return text, firsts[0]
 
         async def all_of_them() -> list[tuple[str, float]]:
-            return await asyncio.gather(*map(one, prompts))
+            return await asyncio.gather(*map(one, range(len(prompts)), prompts))
 
         found = asyncio.run(all_of_them())
         return [text for text, _ in found], [first for _, first in found]
