@@ -189,9 +189,10 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     direct, count = kind == FLOAT32 or pairs, 32 if pairs else 16  # as stored, so many at once
     lines = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}.get(kind, 1)
     many = has_many_registers()
-    for function in (*USED, *(function for module in _KINDS for function in module.USED)):
+    called = (*USED, *(function for module in _KINDS for function in module.USED))
+    for function in (*called, _by_group, _products):
         register_jitable(function)
-    for inlined in (write, product, sum_up, _by_group, _products):
+    for inlined in (write, product, sum_up):
         register_jitable(inline="always")(inlined)  # a call takes as long as a row
 
     def multiply(argument: Any) -> None:
