@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Literal
 
 from vllm_module.server.growing_text import Delta, ToolCall
+
+_random = Random()  # not the system's: to ask for it releases the GIL, which a step may have then
+
+
+def new_key() -> str:
+    """Return 32 hexadecimal digits for ids, which nobody else has; they are no secret."""
+    return f"{_random.getrandbits(128):032x}"
 
 
 @dataclass
@@ -27,7 +34,7 @@ class Block:
     kind: Literal["text", "reasoning", "call"]
     text: str = ""
     call: ToolCall | None = None
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    key: str = field(default_factory=new_key)
 
 
 Change = tuple[Literal["begin", "more", "end"], Block, str]

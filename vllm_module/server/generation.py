@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from typing import Any
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
+from vllm_module.server.blocks import new_key
 from vllm_module.server.errors import ApiError, field_error
 from vllm_module.server.growing_text import Delta
 from vllm_module.server.parsers import Parser
@@ -81,7 +81,7 @@ class Continuation:
         form: AnswerForm | None = None,
         **wanted: Any,
     ) -> None:
-        self.state, self.body, self.name = state, body, f"{kind}-{uuid.uuid4().hex}"
+        self.state, self.body, self.name = state, body, f"{kind}-{new_key()}"
         about = {"adapter": state.adapter(body.model), "cache_salt": body.cache_salt}
         self.prompts = [{**prompt, **about} for prompt in prompts]
         self._llm = state.engine(body.model)
