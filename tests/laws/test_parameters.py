@@ -79,7 +79,7 @@ class Scaled(vLLMModule):
         self.weight = replace(layout, cls=weight_class, entries={}, dtype=torch.float32).build()
         self.scale = layout.build()
         self.shard_names = tuple(name for name in self.weight.slots if name)
-        self.units = units(layout)
+        self.units, self.apart = units(layout), layout.entries.get("apart", False)
         self.elements = [1, 1]  # of a unit
         if layout.cls is PackedvLLMParameter:
             self.elements[layout.entries["packed_dim"]] = layout.entries["packed_elements"]
@@ -93,6 +93,8 @@ class Scaled(vLLMModule):
             return self.weight * scale.repeat_interleave(rows, first)
         if isinstance(self.scale, ChannelQuantScaleParameter):
             return self.weight * scale.squeeze(-1)
+        if self.apart:
+            scale = scale.squeeze(-1).squeeze(first + 1)
         for dim, features in enumerate(self.weight.shape[first:]):
             at = torch.arange(features) * self.elements[dim] // self.units[dim]
             scale = scale.index_select(first + dim, at)

@@ -44,6 +44,8 @@ SIZES: dict[str, Any] = {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
+# What a model of whole blocks of 128, on two ranks as well, has instead.
+BLOCKS = {"hidden_size": 256, "num_key_value_heads": 4, "head_dim": 64}
 # What a model of experts has beside these sizes.
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -108,6 +110,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "fp8-experts": {"config": "FP8_DEFAULT_CFG"},
         "nvfp4-experts": {"config": "NVFP4_DEFAULT_CFG"},
         "mxfp8": {"config": "MXFP8_DEFAULT_CFG"},
+        "fp8-channels": {"config": "FP8_PER_CHANNEL_PER_TOKEN_CFG"},
+        "fp8-channels-experts": {"config": "FP8_PER_CHANNEL_PER_TOKEN_CFG"},
+        "fp8-blocks": {"config": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"},
     },
 }  # fmt: skip
 
@@ -116,7 +121,7 @@ def model_of(case: str) -> Any:
     """Return the model that is quantized in a case, with weights that nobody has set."""
     if case.endswith("-experts"):
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | EXPERTS))
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    return LlamaForCausalLM(LlamaConfig(**SIZES | (BLOCKS if case.endswith("-blocks") else {})))
 
 
 def dense(folder: Path, case: str) -> None:
@@ -282,7 +287,9 @@ def by_modelopt(source: Path, folder: Path, settings: dict[str, Any]) -> Tensors
             wide[name] = number.dequantize(torch.float32, scale=scale)
         else:
             number = FP8QTensor(weight.shape, torch.float32, weight)
-            wide[name] = number.dequantize(torch.float32, scale=scale)
+            of_all = {"block_sizes": {-1: 128, -2: 128}} if scale.dim() == 4 else {}
+            shape = scale.shape[::2] if of_all else (-1, *[1] * (scale.dim() > 0))
+            wide[name] = number.dequantize(torch.float32, scale=scale.reshape(shape), **of_all)
     return wide | caches
 
 
@@ -297,12 +304,13 @@ NAMES = {"awq": "autoawq", "auto_round": "auto-round", "modelopt": "nvidia-model
 
 def main(library: str, folder: Path, *only: str) -> None:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it fails on two cores otherwise
-    dense(folder / "dense", "")
-    dense(folder / "dense-experts", "dense-experts")
+    for kind in ("dense", "dense-experts", "dense-blocks"):
+        dense(folder / kind, kind)
     for case, settings in CASES[library].items():
         if only and case not in only:
             continue
-        source = folder / ("dense-experts" if case.endswith("-experts") else "dense")
+        own = f"dense-{case.rpartition('-')[2]}"
+        source = folder / (own if (folder / own).is_dir() else "dense")
         made = folder / case
         made.mkdir()
         wide = WRITERS[library](source, made, settings)

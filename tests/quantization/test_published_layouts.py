@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -210,6 +211,38 @@ def test_the_stored_method_can_be_requested(published: Callable[[str], Any]) -> 
         config = ModelConfig(model=str(checkpoint.folder), quantization=method)
         model = get_model(model_config=config)
         assert torch.equal(logits(model, checkpoint.ids), logits(load(checkpoint), checkpoint.ids))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("layout", "algorithm"),
+    [("ct-channel-dynamic", "FP8_PER_CHANNEL_PER_TOKEN"), ("ct-block-128", "fp8_pb_wo")],
+)
+def test_scales_in_the_shapes_of_modelopt(
+    published: Any, tmp_path: Path, layout: str, algorithm: str, size: int
+) -> None:
+    """Its scales of channels are vectors, and those of blocks have a one after each dimension."""
+    checkpoint = published(layout)
+    tensors = checkpoint.tensors
+    for name in [each for each in tensors if attr_is_scale(each)]:
+        rows, columns = tensors[name].shape
+        shape = (rows,) if layout == "ct-channel-dynamic" else (rows, 1, columns, 1)
+        tensors[name] = tensors[name].reshape(shape)
+    config = json.loads((checkpoint.folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": algorithm}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def work(rank: int) -> torch.Tensor:
+        return logits(load(SimpleNamespace(folder=tmp_path)), checkpoint.ids)
+
+    for computed in run_ranks(size, work):
+        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
+    name, scale = next((n, t) for n, t in tensors.items() if n.endswith("up_proj.weight_scale"))
+    tensors[name] = scale.reshape(*(each for each in scale.shape if each > 1), -1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightLoadError, match=f"{re.escape(name)}: expected shape"):
+        load(SimpleNamespace(folder=tmp_path))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -197,7 +197,7 @@ def test_names_that_modelopt_leaves_out_may_have_stars() -> None:
     assert rules.kv_scales is None
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MIXED_PRECISION", "FP8_PB_WO"])
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MIXED_PRECISION", "W4A16_AWQ"])
 def test_other_algorithms_of_modelopt_are_refused(algorithm: str) -> None:
     """The message has what came, and what is read."""
     with pytest.raises(UnsupportedModelError, match=f"quant_algo .*expected FP8.* got {algorithm}"):

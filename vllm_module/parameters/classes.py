@@ -287,8 +287,8 @@ class BlockQuantScaleParameter(BasevLLMParameter):
     between two slots or shards falls inside a block, because both would own its scale.
 
     ``stored_dtypes`` may contain uint8 and float8_e8m0fnu: such a scale is stored as its exponent
-    of
-    two plus 127.
+    of two plus 127. With ``apart``, one number is after each dimension, as in NVIDIA ModelOpt's
+    files: ``[output / block[0], 1, input / block[1], 1]``.
     """
 
     scale_dtypes: tuple[torch.dtype, ...]
@@ -299,6 +299,7 @@ class BlockQuantScaleParameter(BasevLLMParameter):
         input: Dim,
         *,
         block: tuple[int, int],
+        apart: bool = False,
         stored_dtypes: tuple[torch.dtype, ...] = (),
         tp_rank: int,
         tp_size: int,
@@ -307,9 +308,8 @@ class BlockQuantScaleParameter(BasevLLMParameter):
     ) -> Self:
         rows = output.in_units(block[0], "scale block", partial=True)
         cols = input.in_units(block[1], "scale block", partial=True)
-        self = super().__new__(
-            cls, rows, cols, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more
-        )
+        dims = (rows, Dim.whole(1), cols, Dim.whole(1)) if apart else (rows, cols)
+        self = super().__new__(cls, *dims, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, **more)
         self.scale_dtypes = stored_dtypes
         return self
 

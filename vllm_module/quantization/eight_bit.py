@@ -15,6 +15,7 @@ from vllm_module.parameters import (
     BasevLLMParameter,
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
+    ColumnvLLMParameter,
     PerTensorScaleParameter,
 )
 from vllm_module.quantization.demand import demand, demand_finite_weight
@@ -39,6 +40,8 @@ class EightBitMethod(QuantizeMethod):
         scale: BasevLLMParameter
         if scheme.strategy == "tensor":
             scale = PerTensorScaleParameter(output, **common)
+        elif scheme.strategy == "channel" and scheme.modelopt_shapes:
+            scale = ColumnvLLMParameter(output, **common)
         elif scheme.strategy == "channel":
             scale = ChannelQuantScaleParameter(output, or_tensor=scheme.or_tensor, **common)
         else:
@@ -46,6 +49,7 @@ class EightBitMethod(QuantizeMethod):
                 output,
                 layer.input,
                 block=scheme.block,
+                apart=scheme.modelopt_shapes,
                 stored_dtypes=scheme.scale_dtypes,
                 transposed=layer.transposed,
                 **common,

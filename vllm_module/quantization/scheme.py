@@ -32,6 +32,8 @@ class Scheme:
         or_tensor: a checkpoint may store one scale for all channels of a tensor.
         scale_dtypes: those that a checkpoint may have for scales of blocks, if not only floating
             point of 16 bits and more: uint8 and float8_e8m0fnu are exponents of two.
+        modelopt_shapes: the shapes of scales are NVIDIA ModelOpt's: ``[output]`` for channels, and
+            ``[output / block[0], 1, input / block[1], 1]`` for blocks.
 
     """
 
@@ -43,6 +45,7 @@ class Scheme:
     scale_name: str = "weight_scale"
     or_tensor: bool = False
     scale_dtypes: tuple[torch.dtype, ...] = ()
+    modelopt_shapes: bool = False
 
     def __str__(self) -> str:
         strategy: str = self.strategy
@@ -72,6 +75,8 @@ class Scheme:
                 for i, shard in enumerate(shards):
                     rows.narrow(-2, shard.offset, shard.padded).copy_(scale[..., i : i + 1, :])
                 scale = rows
+        elif self.modelopt_shapes:
+            scale = scale.unsqueeze(-1) if self.strategy == "channel" else scale[..., 0, :, 0]
         return scale, self.block_of(weight, scale)
 
     def block_of(self, weight: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:

@@ -140,6 +140,8 @@ class ModelOptConfig(StoredConfig):
 
     algorithms: ClassVar[dict[str, Scheme | QuantizeMethod]] = {
         "FP8": Scheme("tensor", activations="static"),
+        "FP8_PER_CHANNEL_PER_TOKEN": Scheme("channel", modelopt_shapes=True),
+        "FP8_PB_WO": Scheme("block", activations="none", modelopt_shapes=True),
         "NVFP4": NVFP4Method(MODELOPT, static_inputs=True),
         "W4A16_NVFP4": NVFP4Method(MODELOPT, static_inputs=False),
         "MXFP8": MXFP8,

@@ -351,8 +351,15 @@ _LAYOUTS: Mapping[type[BasevLLMParameter], st.SearchStrategy[ParameterLayout]] =
             GroupQuantScaleParameter, _SCALES, (1, size), partial=True, group_size=size
         )
     ),
-    BlockQuantScaleParameter: st.tuples(*[st.sampled_from([1, 4, 16])] * 2).flatmap(
-        lambda block: _weights(BlockQuantScaleParameter, _SCALES, block, partial=True, block=block)
+    BlockQuantScaleParameter: st.tuples(*[st.sampled_from([1, 4, 16])] * 2, st.booleans()).flatmap(
+        lambda drawn: _weights(
+            BlockQuantScaleParameter,
+            _SCALES,
+            drawn[:2],
+            partial=True,
+            block=drawn[:2],
+            apart=drawn[2],
+        )
     ),
 }
 
