@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear
 
 from vllm_module import ModelConfig, get_model, vLLMModule
 from vllm_module.distributed import run_ranks
@@ -243,6 +244,36 @@ def test_scales_in_the_shapes_of_modelopt(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightLoadError, match=f"{re.escape(name)}: expected shape"):
         load(SimpleNamespace(folder=tmp_path))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fp8_of_fbgemm(published: Any, tmp_path: Path, size: int) -> None:
+    """It has the tensors of transformers' layer, and layers that are listed are not quantized."""
+    checkpoint = published("ct-channel-dynamic")
+    tensors = checkpoint.tensors
+    theirs = FbgemmFp8Linear(64, 96, bias=False).state_dict()
+    for attr, one in theirs.items():
+        layer = "model.layers.0.mlp.up_proj"
+        assert (tensors[f"{layer}.{attr}"].dtype, attr) == (one.dtype, attr)
+        assert tensors[f"{layer}.{attr}"].shape[1] in (1, checkpoint.config["hidden_size"])
+        assert one.shape[1] in (1, 64)
+    wide = "model.layers.1.mlp.down_proj"
+    scale = tensors.pop(f"{wide}.weight_scale")
+    tensors[f"{wide}.weight"] = tensors[f"{wide}.weight"].float() * scale
+    config = json.loads((checkpoint.folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fbgemm_fp8",
+        "activation_scale_ub": 1200.0,
+        "modules_to_not_convert": [wide],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def work(rank: int) -> torch.Tensor:
+        return logits(load(SimpleNamespace(folder=tmp_path)), checkpoint.ids)
+
+    for computed in run_ranks(size, work):
+        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -155,7 +155,7 @@ def test_a_layer_that_is_not_replaced_takes_no_quantized_weight(
 @pytest.mark.parametrize(
     "method",
     [
-        "aqlm", "bitnet", "eetq", "fbgemm_fp8", "fp_quant", "higgs", "hqq", "quanto",
+        "aqlm", "bitnet", "eetq", "fp_quant", "higgs", "hqq", "quanto",
         "quark", "spqr", "torchao", "vptq", "of_next_year",
     ],
 )  # fmt: skip

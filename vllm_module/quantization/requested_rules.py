@@ -21,6 +21,7 @@ from vllm_module.quantization.stored_rules import (
     AutoRoundConfig,
     AWQConfig,
     BitsAndBytesConfig,
+    FBGEMMConfig,
     FP8Config,
     GPTQConfig,
     ModelOptConfig,
@@ -40,6 +41,7 @@ STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "awq": AWQConfig.read,
     "auto-round": AutoRoundConfig.read,
     "bitsandbytes": BitsAndBytesConfig.read,
+    "fbgemm_fp8": FBGEMMConfig.read,
 }
 _STORED_ONLY = STORED.keys() - {"fp8", "bitsandbytes"}  # not while loading
 # By what quantization_config has as quant_method; people ask for them.
@@ -48,7 +50,6 @@ _ELSEWHERE = {
     "eetq": "EETQ",
     "exl2": "ExLlamaV2",
     "exl3": "ExLlamaV3",
-    "fbgemm_fp8": "FBGEMM",
     "hqq": "HQQ",
     "quanto": "Quanto",
     "quark": "AMD Quark",

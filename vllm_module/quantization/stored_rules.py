@@ -132,6 +132,19 @@ class FP8Config(StoredConfig):
         )
 
 
+class FBGEMMConfig(StoredConfig):
+    """``quant_method: fbgemm_fp8``, of Meta's Llama-3.1-405B-FP8: a scale for each channel.
+
+    Inputs are not clamped at ``activation_scale_ub``, as FBGEMM does before it quantizes them.
+    """
+
+    modules_to_not_convert: _Names = None
+
+    def rules(self) -> Rules:
+        ignored = _ignored(self.modules_to_not_convert, ["lm_head"])
+        return Rules((*ignored, (EVERY_LAYER, Scheme("channel"))))
+
+
 class ModelOptConfig(StoredConfig):
     """``quant_method: modelopt``, or ``quantization`` of NVIDIA ModelOpt's hf_quant_config.json.
 
