@@ -1,7 +1,7 @@
 """Random tensors of linear layers in published layouts, with the entries that config.json has.
 
-The layouts are those of the publishers: AutoGPTQ, AutoAWQ, compressed-tensors, vLLM's FP8 and
-gpt-oss.
+The layouts are those of the publishers: AutoGPTQ, AutoAWQ, compressed-tensors, vLLM's FP8, FBGEMM,
+ModelOpt and gpt-oss.
 Pytest's importlib mode has no imports between test files: take it with ``runpy.run_path``.
 """
 
@@ -52,6 +52,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-channel": compressed_tensors(
         "float-quantized", numbers(8, "float", "channel"), numbers(8, "float", **TOKENS)
     ),
+    "fp8-fbgemm": {
+        "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0,
+        "modules_to_not_convert": ["lm_head"],
+    },
+    "fp8-modelopt": {
+        "quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
+        "ignore": ["lm_head"],
+    },
     "int8-channel": compressed_tensors(
         "int-quantized", numbers(8, "int", "channel"), numbers(8, "int", **TOKENS)
     ),
@@ -120,7 +128,9 @@ def quantized(layout: str, shape: torch.Size, generator: torch.Generator) -> Ten
     if layout == "fp8-block":
         counts = [-(-features // BLOCK) for features in shape]
         return {"weight": weight, "weight_scale_inv": factors(*counts)}
-    if layout == "fp8-channel":
+    if layout in ("fp8-channel", "fp8-fbgemm"):
         return {"weight": weight, "weight_scale": factors(rows, 1)}
+    if layout == "fp8-modelopt":
+        return {"weight": weight, "weight_scale": factors(rows)}
     assert layout == "fp8-static"
     return {"weight": weight, "weight_scale": factors(), "input_scale": factors()}

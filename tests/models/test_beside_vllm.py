@@ -92,8 +92,12 @@ ABSENT = (
     r"qwen3-odd .*\.o_proj\.bias",
     r"\S*-gptq .*\.g_idx",
 )
-# What vLLM has for a quantized KV cache and for experts of GPTQ, and no checkpoint here fills:
-UNFILLED = r".*\.attn\.[a-z]+_(scale|zero_point)|.*\.routed_experts\.w(13|2)_(bias|g_idx\w*)"
+# What vLLM has for a quantized KV cache, for experts of GPTQ and from the entries of FBGEMM, and no
+# checkpoint here fills:
+UNFILLED = (
+    r".*\.attn\.[a-z]+_(scale|zero_point)|.*\.routed_experts\.w(13|2)_(bias|g_idx\w*)"
+    r"|.*\.input_scale_ub"
+)
 
 
 def cut(ours: torch.Tensor, theirs: torch.Tensor, rank: int, size: int) -> Any:

@@ -38,7 +38,11 @@ def parameters(job: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Build vLLM's model of a rank and load the checkpoint with the model's own method."""
     dtype, size = getattr(torch, job["dtype"]), job["size"]
     model_config = ModelConfig(
-        model=job["folder"], skip_tokenizer_init=True, dtype=dtype, enforce_eager=True
+        model=job["folder"],
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        enforce_eager=True,
+        allow_deprecated_quantization=True,  # fbgemm_fp8
     )
     config = VllmConfig(
         model_config=model_config,
