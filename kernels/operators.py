@@ -96,6 +96,11 @@ def nothing(*_: object, **__: object) -> None:
     """Do nothing: the fake of an operation that only writes its arguments."""
 
 
+def empty_like(first: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """Return an empty result, contiguous, of the shape and dtype of the first argument."""
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
 def expect(
     name: str,
     tensor: torch.Tensor,

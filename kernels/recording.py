@@ -104,13 +104,10 @@ class Recording:
         """
         token = recording_in_use.set(self)
         try:
-            with _Reads(self._is_paused), _Operations(self._note):
+            with _Reads(lambda: self._paused), _Operations(self._note):
                 yield
         finally:
             recording_in_use.reset(token)
-
-    def _is_paused(self) -> bool:
-        return self._paused
 
     def _keep(self, results: list[torch.Tensor], before: set[int]) -> None:
         """Keep the memory of results, but for what was there before."""

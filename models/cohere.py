@@ -86,9 +86,7 @@ class Cohere2Config(CohereConfig):
 
 
 class Cohere2Attention(CohereAttention):
-    @staticmethod
-    def sliding_window(config: Any, layer_idx: int) -> int | None:
-        return layer_sliding_window(config, layer_idx)
+    sliding_window = staticmethod(layer_sliding_window)
 
     def forward(
         self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None

@@ -44,9 +44,7 @@ class Gemma2RMSNorm(RMSNorm):
 
 
 class Gemma2Attention(LlamaAttention):
-    @staticmethod
-    def sliding_window(config: Any, layer_idx: int) -> int | None:
-        return layer_sliding_window(config, layer_idx)
+    sliding_window = staticmethod(layer_sliding_window)
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)

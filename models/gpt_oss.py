@@ -54,9 +54,7 @@ class GptOssConfig(LlamaConfig):
 
 
 class GptOssAttention(LlamaAttention):
-    @staticmethod
-    def sliding_window(config: Any, layer_idx: int) -> int | None:
-        return layer_sliding_window(config, layer_idx)
+    sliding_window = staticmethod(layer_sliding_window)
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)

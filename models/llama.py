@@ -48,7 +48,7 @@ class LlamaAttention(vLLMModule):
         return config.attention_bias
 
     @staticmethod
-    def sliding_window(config: Any, layer_idx: int) -> int | None:
+    def sliding_window(config: Any, layer_idx: int, /) -> int | None:
         return None
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:

@@ -6,7 +6,7 @@ from vllm_module.hf_config import NumExperts, Positive, Size
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
 from vllm_module.models.llama import LlamaConfig
 from vllm_module.models.olmo2 import Olmo2Attention
-from vllm_module.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+from vllm_module.models.qwen2_moe import SparseMoeBlock
 
 
 class OlmoeConfig(LlamaConfig):
@@ -28,7 +28,7 @@ class OlmoeAttention(Olmo2Attention):
 
 class OlmoeDecoderLayer(DecoderLayer):
     attention_class = OlmoeAttention
-    mlp_class = Qwen3MoeSparseMoeBlock
+    mlp_class = SparseMoeBlock
 
 
 class OlmoeModel(DecoderModel):

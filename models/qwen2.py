@@ -31,9 +31,7 @@ class Qwen2Attention(LlamaAttention):
     def output_bias(config: Any) -> bool:
         return False  # whatever attention_bias is: some files mean that of q, k and v by it
 
-    @staticmethod
-    def sliding_window(config: Any, layer_idx: int) -> int | None:
-        return layer_sliding_window(config, layer_idx)
+    sliding_window = staticmethod(layer_sliding_window)
 
 
 class Qwen2DecoderLayer(LlamaDecoderLayer):

@@ -40,7 +40,7 @@ class Qwen2MoeAttention(Qwen2Attention):
         return layer_sliding_window(config, layer_idx)
 
 
-class Qwen2MoeSparseMoeBlock(vLLMModule):
+class SparseMoeBlock(vLLMModule):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate = Router(config.hidden_size, config.num_experts)
@@ -52,6 +52,14 @@ class Qwen2MoeSparseMoeBlock(vLLMModule):
             renormalize=config.norm_topk_prob,
             activation=config.hidden_act,
         )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, self.gate(x))
+
+
+class Qwen2MoeSparseMoeBlock(SparseMoeBlock):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         shared = config.shared_expert_intermediate_size
         self.shared_expert = LlamaMLP(config, shared, reduce_results=False)
         self.shared_expert_gate = Router(config.hidden_size, 1)

@@ -33,9 +33,7 @@ class Qwen3Attention(vLLMModule):
         "rotary_emb": "attn",
     }  # fmt: skip
 
-    @staticmethod
-    def sliding_window(config: Any, layer_idx: int) -> int | None:
-        return layer_sliding_window(config, layer_idx)
+    sliding_window = staticmethod(layer_sliding_window)
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()

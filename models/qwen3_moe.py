@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
-from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Count, NumExperts, Size
-from vllm_module.layers import FusedMoE, Router
 from vllm_module.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm_module.models.qwen2 import Qwen2Config
-from vllm_module.models.qwen2_moe import Qwen2MoeDecoderLayer
+from vllm_module.models.qwen2_moe import Qwen2MoeDecoderLayer, SparseMoeBlock
 from vllm_module.models.qwen3 import Qwen3Attention
 
 
@@ -32,26 +28,9 @@ class Qwen3MoeAttention(Qwen3Attention):
         return config.sliding_window if config.use_sliding_window else None
 
 
-class Qwen3MoeSparseMoeBlock(vLLMModule):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.gate = Router(config.hidden_size, config.num_experts)
-        self.experts = FusedMoE(
-            config.num_experts,
-            config.num_experts_per_tok,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            renormalize=config.norm_topk_prob,
-            activation=config.hidden_act,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(x, self.gate(x))
-
-
 class Qwen3MoeDecoderLayer(Qwen2MoeDecoderLayer):
     attention_class = Qwen3MoeAttention
-    moe_class = Qwen3MoeSparseMoeBlock
+    moe_class = SparseMoeBlock
 
 
 class Qwen3MoeModel(DecoderModel):

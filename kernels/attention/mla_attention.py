@@ -96,17 +96,7 @@ def mla_attention(
         if not query.is_cpu:  # on the CPU, torch raises IndexError for them
             check_pages(*pages)
     try:
-        return _mla_attention(
-            query,
-            cache,
-            block_tables,
-            context_lens,
-            query_start_loc,
-            max_query_len,
-            kv_lora_rank,
-            scale,
-            cache_scale,
-        )
+        return _mla_attention(query, *pages, max_query_len, kv_lora_rank, scale, cache_scale)
     except IndexError:
         if checked:
             check_pages(*pages)

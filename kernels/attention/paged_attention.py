@@ -18,7 +18,7 @@ from vllm_module.kernels.attention.paged_attention_reference import (
 from vllm_module.kernels.attention.paged_attention_triton import paged_attention_triton
 from vllm_module.kernels.attention.paged_layout import PagedLayout, kinds
 from vllm_module.kernels.dtypes import EIGHT_BITS, FLOATS, can_convert
-from vllm_module.kernels.operators import checks_values, expect, operator
+from vllm_module.kernels.operators import checks_values, empty_like, expect, operator
 
 __all__ = ["causal_attention", "paged_attention"]
 
@@ -233,9 +233,4 @@ def check_pages(
         )
 
 
-def _empty(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Return an empty output."""
-    return query.new_empty(query.shape)
-
-
-_paged_attention = operator(paged_attention_reference, paged_attention_triton, _empty)
+_paged_attention = operator(paged_attention_reference, paged_attention_triton, empty_like)

@@ -14,8 +14,7 @@ def swap_blocks(
     """Copy whole pages from one cache to another, on the current stream.
 
     A copy between device and host is asynchronous: do not use the host's memory before the stream
-    has
-    finished it. Pages that are consecutive in both caches are copied at once.
+    has finished it. Pages that are consecutive in both caches are copied at once.
 
     Args:
         source: ``[..., pages, page_size, kv_heads, head_size]``, such as ``[layers, 2, ...]``. The

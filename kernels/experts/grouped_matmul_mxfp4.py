@@ -67,8 +67,7 @@ def dequantize_mxfp4(
     """Return the values of MXFP4 blocks (OCP Microscaling Formats 1.0).
 
     An element is ``e2m1 * 2**(scale - 127)``; a scale of 255 is NaN. bfloat16 and float32 hold
-    every
-    element exactly.
+    every element exactly.
 
     Args:
         blocks: uint8 ``[..., columns / 32, 16]``. A byte holds two elements, the one with the even

@@ -8,7 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
-from vllm_module.kernels.operators import expect, next_power_of_2, operator, tl, triton
+from vllm_module.kernels.operators import (
+    empty_like,
+    expect,
+    next_power_of_2,
+    operator,
+    tl,
+    triton,
+)
 from vllm_module.kernels.recurrent.recurrent_state import (
     check_state,
     each_sequence,
@@ -90,7 +97,7 @@ def causal_conv1d_reference(
 ) -> torch.Tensor:
     """Convolve in plain torch; see :func:`causal_conv1d`."""
     if not x.numel():  # torch's convolution refuses empty input
-        return _empty(x)
+        return empty_like(x)
     width = weight.shape[1]
     wide, weights = x.float(), weight.float()
     shift = None if bias is None else bias.float()
@@ -221,9 +228,4 @@ def _convolve(
             tl.store(state_base + place * state_strides[2], kept, mask=stored)
 
 
-def _empty(x: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty output."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_causal_conv1d = operator(causal_conv1d_reference, causal_conv1d_triton, _empty, ("state",))
+_causal_conv1d = operator(causal_conv1d_reference, causal_conv1d_triton, empty_like, ("state",))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from vllm_module.kernels.dtypes import FLOATS
 from vllm_module.kernels.operators import (
+    empty_like,
     expect,
     next_power_of_2,
     operator,
@@ -307,9 +308,4 @@ def _limited(step, dt_min, dt_max):
     return tl.minimum(tl.maximum(softplus, dt_min), dt_max)
 
 
-def _empty(x: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return an empty output."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_mamba2_scan = operator(mamba2_scan_reference, mamba2_scan_triton, _empty, ("state",))
+_mamba2_scan = operator(mamba2_scan_reference, mamba2_scan_triton, empty_like, ("state",))

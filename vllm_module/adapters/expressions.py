@@ -40,9 +40,9 @@ class ModuleName:
         self._left = _MAX_STEPS
         self._places: dict[str | re.Pattern[str], int] = {}
 
-    def spend(self, steps: int) -> None:
-        """Count steps; raise ``UnsupportedModelError`` if there were too many."""
-        self._left -= steps
+    def spend(self) -> None:
+        """Count a step; raise ``UnsupportedModelError`` if there were too many."""
+        self._left -= 1
         if self._left < 0:
             raise UnsupportedModelError(
                 f"the regular expressions of the adapter take more than {_MAX_STEPS:,} steps for "
@@ -96,7 +96,7 @@ class _Sequence(NamedTuple):
 
     def ends(self, name: ModuleName, starts: int) -> int:
         for part in self.parts:
-            name.spend(1)
+            name.spend()
             starts = part.ends(name, starts)
             if not starts:
                 break
@@ -146,7 +146,7 @@ class _Repeat(NamedTuple):
         return found
 
     def _once(self, name: ModuleName, starts: int) -> int:
-        name.spend(1)
+        name.spend()
         return self.part.ends(name, starts)
 
 
@@ -186,7 +186,7 @@ class Expression:
 
     def fits(self, name: ModuleName) -> bool:
         """Tell whether the expression fits a whole name."""
-        name.spend(1)
+        name.spend()
         if self._part is None:
             return self._compiled.fullmatch(name.text) is not None
         return bool(self._part.ends(name, 1) & name.end)

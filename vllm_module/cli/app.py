@@ -45,11 +45,6 @@ _NAMES_OF_VLLM = {
     "tensor-parallel-size": "tp", "pipeline-parallel-size": "pp", "max-tokens": "max-new-tokens",
 }  # fmt: skip
 
-
-def _own_name(token: str) -> str:
-    return _NAMES_OF_VLLM.get(token, token)
-
-
 # Help without rich's panels, whose frames and cut lines would end up in pipes.
 app = typer.Typer(
     add_completion=False,
@@ -57,7 +52,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": _own_name,
+        "token_normalize_func": lambda token: _NAMES_OF_VLLM.get(token, token),
     },
     epilog="Exit codes: 0 success, 1 refused or failed, 2 wrong usage, 130 interrupted, "
     "141 pipe closed.",

@@ -9,15 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_module.cli.model_plan import ModelPlan
-from vllm_module.cli.output import print_table, print_text, size
+from vllm_module.cli.model_plan import ModelPlan, print_columns
+from vllm_module.cli.output import print_text, size
 from vllm_module.cli.rank_plan import RankPlan
 from vllm_module.cli.tensor_plan import rank_list
 from vllm_module.layout import layout_of_stages
 from vllm_module.layout.sharing import bytes_by_holders
 from vllm_module.runtime.ranks.wire import Wire
-
-_MOST_COLUMNS = 4  # of one table
 
 
 @dataclass(frozen=True)
@@ -149,13 +147,7 @@ def _wire(stages: Sequence[ModelPlan], per_host: int) -> list[Wire]:
 
 def print_hosts(out: Console, stages: Sequence[ModelPlan], hosts: Sequence[HostPlan]) -> None:
     """Print a table of all hosts, those that are alike in one column."""
-    columns = host_columns(stages, hosts)
-    for start in range(0, len(columns), _MOST_COLUMNS):
-        shown = columns[start : start + _MOST_COLUMNS]
-        rows = [[label, *(lines[label] for _, lines in shown)] for label in shown[0][1]]
-        out.print()
-        header = ["hosts", *(title for title, _ in shown)]
-        print_table(out, header, rows, right=range(1, len(header)))
+    print_columns(out, "hosts", host_columns(stages, hosts))
     print_text(out, "~ is estimated: rings of ranks in order, without the messages of a step")
 
 

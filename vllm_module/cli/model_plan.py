@@ -20,7 +20,7 @@ from vllm_module.layout import Layout
 from vllm_module.runtime.planned_layout import planned_layout
 from vllm_module.weights.region import Region
 
-_MOST_COLUMNS = 4  # of one table of memory
+_MOST_COLUMNS = 4  # of one table
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,8 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
     print_table(out, header, rows, right=[header.index("per rank")])
     columns = memory_columns(plan)
     groups = _alike(plan.ranks, lambda each: tuple(columns[each.rank].values()))
-    for start in range(0, len(groups), _MOST_COLUMNS):
-        shown = groups[start : start + _MOST_COLUMNS]
-        header = ["memory", *(_title(ranks, len(plan.ranks)) for ranks in shown)]
-        firsts = [columns[ranks[0].rank] for ranks in shown]
-        rows = [[label, *(column[label] for column in firsts)] for label in firsts[0]]
-        out.print()
-        print_table(out, header, rows, right=range(1, len(header)))
+    titled = [(_title(ranks, len(plan.ranks)), columns[ranks[0].rank]) for ranks in groups]
+    print_columns(out, "memory", titled)
     lines = str(report).splitlines()[1:] if report.ok else []
     if plan.stage[1] > 1 and not every:
         lines = [line for line in lines if not line.startswith(" ")]
@@ -158,6 +153,18 @@ def print_plan(out: Console, plan: ModelPlan, *, every: bool = False) -> None:
     if lines:
         out.print()
         print_text(out, "\n".join(lines))
+
+
+def print_columns(
+    out: Console, what: str, columns: Sequence[tuple[str, Mapping[str, str]]]
+) -> None:
+    """Print tables of some columns each: their titles, and what they show by the lines' labels."""
+    for start in range(0, len(columns), _MOST_COLUMNS):
+        shown = columns[start : start + _MOST_COLUMNS]
+        rows = [[label, *(lines[label] for _, lines in shown)] for label in shown[0][1]]
+        header = [what, *(title for title, _ in shown)]
+        out.print()
+        print_table(out, header, rows, right=range(1, len(header)))
 
 
 def print_stages(out: Console, stages: Sequence[ModelPlan], *, every: bool = False) -> None:

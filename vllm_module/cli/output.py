@@ -390,8 +390,4 @@ def working(text: str, *, lines: bool = False) -> Iterator[Callable[[str], None]
         return
     if lines:
         announce(text)
-    yield _show_nothing
-
-
-def _show_nothing(_: str) -> None:
-    pass
+    yield lambda _: None

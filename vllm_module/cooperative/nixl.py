@@ -23,21 +23,17 @@ _POLL = 0.0002  # seconds
 class NixlCarrier:
     """One rank's agent of NIXL, for the messages of one transfer.
 
-    Args:
-        backend: NIXL's plugin.
-
-    Raises ``ImportError`` without the package, and what NIXL raises if there is no such plugin.
-
+    Raises ``ImportError`` without the package, and what NIXL raises without its plugin for UCX.
     """
 
-    def __init__(self, backend: str = "UCX") -> None:
+    def __init__(self) -> None:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise ImportError(
                 "transport='nixl' needs the package nixl: pip install nixl, or the extra nixl"
             ) from error
-        self._agent: Any = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=[backend]))
+        self._agent: Any = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
         self._registered: list[Any] = []
         self._reads: list[tuple[Any, str]] = []
 

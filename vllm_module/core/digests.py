@@ -127,9 +127,9 @@ def digest_of(
 
     By default tensors have the names of the module's tree, and what is computed while loading, such
     as scales, is a tensor of its own; its name has the rank in it if each rank computes it from its
-    part of a weight. With the ``layout`` of a plan they are the checkpoint's; what
-    was quantized or cast has the digest of what was read, if ``keep_digests`` was set before. With
-    ``names``, only those tensors are looked at.
+    part of a weight. With the ``layout`` of a plan they are the checkpoint's; what was quantized or
+    cast has the digest of what was read, if ``keep_digests`` was set before. With ``names``, only
+    those tensors are looked at.
 
     Raises ``WeightReadError`` if a parameter has another shape than in the layout, holds no values,
     has padding that is not zero, or is quantized while it is loaded where the layout is of full
@@ -148,11 +148,7 @@ def digest_of(
     held = [
         (name, entry, boxes)
         for name, entry, boxes in layout.held_on(rank)
-        if name not in ties
-        and (
-            wanted is None
-            or (name_on_rank(name, rank) if entry.parameter in own else name) in wanted
-        )
+        if name not in ties and (wanted is None or label(name, entry) in wanted)
     ]
     paths = None if wanted is None else {entry.parameter for _, entry, _ in held}
     tensors: dict[str, torch.Tensor] = {

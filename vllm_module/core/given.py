@@ -6,7 +6,7 @@ show what the checkpoint calls a tensor, so both are remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any, TypeAlias, Union
 
@@ -18,9 +18,10 @@ from vllm_module.core.report import Problem
 from vllm_module.core.routes import Child, find, is_direct, routes_of
 from vllm_module.core.tree import Node
 from vllm_module.weights import Weight
+from vllm_module.weights.handle import Pairs
 
 # What a user gives, or what a module hands to a module below it.
-Weights: TypeAlias = Union[Mapping[str, Weight], Iterable[tuple[str, Weight]], "Group"]
+Weights: TypeAlias = Union[Pairs, "Group"]
 
 _NO_PAIRS = (str, bytes, PathLike, torch.Tensor, nn.Module)
 

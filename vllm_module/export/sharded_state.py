@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -113,11 +114,8 @@ def _write_rank(
         with SafetensorsWriter(path, stored, aligned=False) as file:
             for name, tensor in part.items():
                 file.write(name, tensor)
-        written = SafetensorsFile(path, folder)
-        try:
+        with closing(SafetensorsFile(path, folder)) as written:
             fingerprint = written.fingerprint().hex()
-        finally:
-            written.close()
         files.append(ShardFile(size=path.stat().st_size, fingerprint=fingerprint))
     return files, model.digest().parts, sum(each.nbytes for each in held.values())
 

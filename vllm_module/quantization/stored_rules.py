@@ -277,9 +277,9 @@ class _Settings(StoredConfig):
         return None if self.group_size == -1 else self.group_size
 
 
-def _in_planes(where: str, bits: object) -> UnsupportedModelError:
+def _in_planes(bits: object) -> UnsupportedModelError:
     return unsupported(
-        where,
+        "bits",
         "2, 4 or 8 with checkpoint_format gptq_p (GPTQModel), which stores codes of other sizes in "
         "planes of bits: quantize again with GPTQModel and 4 or 8 bits",
         bits,
@@ -306,7 +306,7 @@ class GPTQConfig(_Settings):
     def read(cls, stored: Mapping[str, Any]) -> Rules:
         form = stored.get("checkpoint_format", stored.get("format"))
         if str(form).lower() == "gptq_p" and stored.get("bits") in (3, 5, 6, 7):
-            raise _in_planes("bits", stored["bits"])
+            raise _in_planes(stored["bits"])
         return super().read(stored)
 
     def rules(self) -> Rules:
@@ -317,7 +317,7 @@ class GPTQConfig(_Settings):
 
         def method(settings: _Settings) -> PackedMethod:
             if form == "gptq_p" and settings.bits == 3:
-                raise _in_planes("bits", settings.bits)
+                raise _in_planes(settings.bits)
             ordered = settings.desc_act and settings.size is not None
             return PackedMethod(layout, settings.bits, settings.size, settings.sym, ordered)
 

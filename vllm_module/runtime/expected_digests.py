@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,13 +16,11 @@ from vllm_module.core.named_tensors import NamedTensor, named_tensors
 from vllm_module.core.report import fold
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.runtime.ranks.executor import Executor
-from vllm_module.weights import Weight
+from vllm_module.weights.handle import Pairs
 
 
 def update_and_compare(
-    executor: Executor,
-    weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
-    digests: Mapping[str, str],
+    executor: Executor, weights: Pairs | SentBoxes, digests: Mapping[str, str]
 ) -> None:
     """Update the weights, and refuse to run if named tensors have other digests then.
 
@@ -77,9 +75,7 @@ def _held_and_sent(
 
 
 def _named(
-    executor: Executor,
-    weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
-    digests: Mapping[str, str],
+    executor: Executor, weights: Pairs | SentBoxes, digests: Mapping[str, str]
 ) -> dict[str, tuple[NamedTensor, ...]]:
     """Return which of the engine's tensors the names of ``digests`` stand for.
 

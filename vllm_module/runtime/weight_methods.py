@@ -22,6 +22,7 @@ from vllm_module.runtime.ranks.executor import Executor
 from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.weights import Weight
 from vllm_module.weights.digests import is_part
+from vllm_module.weights.handle import Pairs
 from vllm_module.weights.update_file import WeightUpdate
 
 if TYPE_CHECKING:
@@ -100,18 +101,14 @@ class WeightMethods:
     def _update_named(
         self,
         what: str,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
+        weights: Pairs | SentBoxes,
         digests: Mapping[str, str] | None = None,
         version: str | None = None,
     ) -> None:
         self._change(what, self._update, weights, digests)
         self._name_weights(version)
 
-    def _update(
-        self,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes,
-        digests: Mapping[str, str] | None,
-    ) -> None:
+    def _update(self, weights: Pairs | SentBoxes, digests: Mapping[str, str] | None) -> None:
         if digests is None:
             self.executor.update_weights(weights)
         else:

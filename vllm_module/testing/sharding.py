@@ -29,11 +29,10 @@ def assert_sharding_equivalent(case: Case) -> None:
     """Law 3: the ranks' shards cover every tensor, and the ranks compute the unsharded outputs.
 
     The shards, reassembled, are the checkpoint bit for bit: replicas agree, padding is zero, and
-    nothing
-    is left out. A tensor that a conversion changes, for example by quantizing, is within the
-    conversion's error bound. If the module has a ``forward``, every rank's outputs are those of the
-    unsharded module up to the order of sums, or approximately if a conversion's bits depend on the
-    cut.
+    nothing is left out. A tensor that a conversion changes, for example by quantizing, is within
+    the conversion's error bound. If the module has a ``forward``, every rank's outputs are those of
+    the unsharded module up to the order of sums, or approximately if a conversion's bits depend on
+    the cut.
     """
     size, whole, tensors = case.size, case.build(), case.tensors
     same_weights = assert_covers(case)
@@ -337,8 +336,7 @@ def assert_routed_exactly(case: Case) -> None:
     """Law 4: a name fills exactly the slot that it names, and whole components are compared.
 
     A fused tensor, with its slots in the order of ``shard_names``, loads like separate tensors: it
-    is
-    cut by slot first and by rank second. A name that only resembles a known one, or that belongs
+    is cut by slot first and by rank second. A name that only resembles a known one, or that belongs
     elsewhere in the tree, is unexpected.
     """
     names = Names.of(case.whole)

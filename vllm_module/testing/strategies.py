@@ -155,8 +155,7 @@ def dim_layouts(
     """Draw a dimension: one slot, padded or not, or several, some replicated or stored as pairs.
 
     Several slots have names, or a checkpoint stores them only as one tensor: one after the other,
-    or
-    alternating.
+    or alternating.
 
     Args:
         unit: number of features that cannot be separated, such as those of a packed element.

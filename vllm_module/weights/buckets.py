@@ -29,7 +29,7 @@ from vllm_module.base.waiting import at_most, interruptibly
 from vllm_module.errors import RankError, WeightReadError
 from vllm_module.weights.bucket_memory import BucketMemory
 from vllm_module.weights.changes import Changes
-from vllm_module.weights.handle import Weight
+from vllm_module.weights.handle import Pairs, Weight
 from vllm_module.weights.packing import PackedTensor, aligned, digest_of, gaps_of
 
 _T = TypeVar("_T")
@@ -256,10 +256,7 @@ class _Transfer:
         self.ended = True
 
     def sent(
-        self,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
-        bucket_bytes: int,
-        digests: bool = False,
+        self, weights: Pairs, bucket_bytes: int, digests: bool = False
     ) -> Iterator[tuple[str, Any]]:
         """Send bucket by bucket, and yield the pairs of each."""
         for coming in self.packed(weights, bucket_bytes, digests):
@@ -269,12 +266,7 @@ class _Transfer:
                 yield entry.name, self._place(entry)
         self.meet()  # tell the receivers that no bucket follows
 
-    def packed(
-        self,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
-        bucket_bytes: int,
-        digests: bool = False,
-    ) -> Iterator[_Coming]:
+    def packed(self, weights: Pairs, bucket_bytes: int, digests: bool = False) -> Iterator[_Coming]:
         """Pack tensors into the bucket; yield its description each time it is full."""
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket has at least 1 byte")

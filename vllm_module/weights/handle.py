@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -41,6 +41,8 @@ class Handle(Protocol):
 
 # A tensor in memory serves as its own handle: it has a shape, a dtype and narrow.
 Weight: TypeAlias = Handle | torch.Tensor
+# What is loaded or sent: weights by name, or pairs one after another.
+Pairs: TypeAlias = Mapping[str, Weight] | Iterable[tuple[str, Weight]]
 
 
 class TensorHandle:

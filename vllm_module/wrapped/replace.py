@@ -94,7 +94,8 @@ class Replacing:
     def _replaced(self, path: str, module: Any) -> nn.Module:
         """Return the replacement of ``module``, or ``module`` itself."""
         if type(module) is nn.Embedding and module is self.model.get_input_embeddings():
-            return self._embedding(module)
+            size, features = module.num_embeddings, module.embedding_dim
+            return VocabParallelEmbedding(size, features, module.weight.dtype)
         if type(module) is nn.Linear:
             return self._linear(path, module)
         style = self.plan.style(path)
@@ -117,23 +118,13 @@ class Replacing:
         cut = self.plan.style(path) == EXPERTS and self.group.size > 1
         return WrappedExperts(module, path, slots[0], slots[1], cut)
 
-    def _embedding(self, module: nn.Embedding) -> nn.Module:
-        return VocabParallelEmbedding(
-            module.num_embeddings, module.embedding_dim, module.weight.dtype
-        )
-
     def _linear(self, path: str, module: nn.Linear) -> nn.Module:
         tied = [each for each in self.holders[module.weight] if each != f"{path}.weight"]
         style = self.plan.style(path)
         if tied:
             return self._tied(path, module, tied)
         if module is self.model.get_output_embeddings() and (style is None or style in GATHERED):
-            return ParallelLMHead(
-                module.out_features,
-                module.in_features,
-                bias=module.bias is not None,
-                params_dtype=module.weight.dtype,
-            )
+            return _head(module)
         stored = self.names.stored(f"{path}.weight")
         slots = _sibling_slots(path, stored)
         layer = linear_of(
@@ -149,12 +140,7 @@ class Replacing:
         embedding = self.model.get_input_embeddings()
         head = module is self.model.get_output_embeddings()
         if head and isinstance(embedding, VocabParallelEmbedding):
-            new = ParallelLMHead(
-                module.out_features,
-                module.in_features,
-                bias=module.bias is not None,
-                params_dtype=module.weight.dtype,
-            )
+            new = _head(module)
             new.tie_weights(embedding)
             return new
         return module
@@ -189,6 +175,15 @@ class Replacing:
             assert parameter is not None
             group = self.group
             module._parameters[name] = parameter_of(style, parameter, full, group.rank, group.size)
+
+
+def _head(linear: nn.Linear) -> ParallelLMHead:
+    return ParallelLMHead(
+        linear.out_features,
+        linear.in_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+    )
 
 
 def _summed(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

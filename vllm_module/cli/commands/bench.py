@@ -300,19 +300,13 @@ def _level_row(level: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
-    def rate(key: str) -> str:
-        return _rate(results[key])
-
-    def spread(key: str) -> str:
-        return _milliseconds(results[key])
-
     share = results["peak_pages"] / results["pages"]
     return [
-        ("prompt tokens", rate("prompt_tokens_per_second")),
-        ("decoded tokens", rate("decode_tokens_per_second")),
-        ("generated tokens, overall", rate("output_tokens_per_second")),
-        ("time to first token: median, p99", spread("first_token_seconds")),
-        ("time per later token: median, p99", spread("token_seconds")),
+        ("prompt tokens", _rate(results["prompt_tokens_per_second"])),
+        ("decoded tokens", _rate(results["decode_tokens_per_second"])),
+        ("generated tokens, overall", _rate(results["output_tokens_per_second"])),
+        ("time to first token: median, p99", _milliseconds(results["first_token_seconds"])),
+        ("time per later token: median, p99", _milliseconds(results["token_seconds"])),
         (
             "KV cache pages, at the peak",
             f"{results['peak_pages']} of {results['pages']} ({share:.0%})",

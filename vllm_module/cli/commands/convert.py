@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +21,8 @@ from vllm_module.cli.options import (
 from vllm_module.cli.output import console, plural, print_json, print_text, size, working, writing
 
 if TYPE_CHECKING:
-    from vllm_module.config import ModelConfig
+    from vllm_module.export.compressed import Converted
+    from vllm_module.export.merged import Merged
 
 
 def convert(
@@ -76,18 +76,14 @@ def convert(
     if (quantization is None) == (adapter is None):
         raise UsageError("give either --quantization or --adapter: to do both, merge first")
     config = model_config(source, PrecisionOptions(quantization=quantization), model)
-    if quantization is None:
-        assert adapter is not None
-        if ignore or group_size != 128:
-            raise UsageError("--ignore and --group-size are for --quantization")
-        _merge(config, adapter, out, model.load_format.value, as_json=as_json)
-        return
+    if quantization is None and (ignore or group_size != 128):
+        raise UsageError("--ignore and --group-size are for --quantization")
     if group_size < 1 or group_size % 8:
         problem = f"expected a multiple of 8, got {group_size}"
         raise typer.BadParameter(problem, param_hint="--group-size")
-    from vllm_module.config import QuantizationConfig
+    if quantization is not None and (ignore or group_size != 128):
+        from vllm_module.config import QuantizationConfig
 
-    if ignore or group_size != 128:
         scheme: Any = "fp8_per_tensor" if quantization is Quantization.fp8 else quantization.value
         ignored = ("lm_head", *(ignore or ()))
         try:
@@ -95,61 +91,37 @@ def convert(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--quantization") from None
         config = config.model_copy(update={"quantization": asked})
+    done: Converted | Merged
+    what: dict[str, Any]
     with working("importing torch") as show:
         # Imported here because usage errors and help need no torch.
         from vllm_module.export.compressed import convert as write_converted
-
-        with writing(out):
-            converted = write_converted(
-                config,
-                out,
-                load_format=model.load_format.value,
-                on_tensors=lambda nbytes: show(f"wrote {size(nbytes)}"),
-            )
-    report = converted.report
-    if as_json:
-        print_json(
-            {
-                "out": str(out),
-                "quantization": quantization.value,
-                "quantized": converted.quantized,
-                "skipped": report.skipped,
-                "bytes_read": converted.read,
-                "bytes_written": converted.written,
-            }
-        )
-        return
-    layers = plural(len(converted.quantized), "layer")
-    nbytes = f"{size(converted.read)} read, {size(converted.written)} written"
-    print_text(console(), f"{report}\n{layers} quantized: {nbytes}")
-
-
-def _merge(
-    config: ModelConfig, adapter: Path, out: Path, load_format: str, *, as_json: bool
-) -> None:
-    with working("importing torch") as show:
         from vllm_module.export.merged import merge
 
+        how: Any = {
+            "load_format": model.load_format.value,
+            "on_tensors": lambda nbytes: show(f"wrote {size(nbytes)}"),
+        }
         with writing(out):
-            merged = merge(
-                config,
-                adapter,
-                out,
-                load_format=load_format,
-                on_tensors=lambda nbytes: show(f"wrote {size(nbytes)}"),
-            )
+            if quantization is not None:
+                done = write_converted(config, out, **how)
+                what = {"quantization": quantization.value, "quantized": done.quantized}
+                count = f"{plural(len(done.quantized), 'layer')} quantized"
+            else:
+                assert adapter is not None
+                done = merge(config, adapter, out, **how)
+                what = {"adapter": str(adapter), "merged": done.merged}
+                count = f"{plural(len(done.merged), 'tensor')} changed"
     if as_json:
         print_json(
             {
                 "out": str(out),
-                "adapter": str(adapter),
-                "merged": merged.merged,
-                "skipped": merged.report.skipped,
-                "bytes_read": merged.read,
-                "bytes_written": merged.written,
+                **what,
+                "skipped": done.report.skipped,
+                "bytes_read": done.read,
+                "bytes_written": done.written,
             }
         )
         return
-    tensors = plural(len(merged.merged), "tensor")
-    nbytes = f"{size(merged.read)} read, {size(merged.written)} written"
-    print_text(console(), f"{merged.report}\n{tensors} changed: {nbytes}")
+    nbytes = f"{size(done.read)} read, {size(done.written)} written"
+    print_text(console(), f"{done.report}\n{count}: {nbytes}")

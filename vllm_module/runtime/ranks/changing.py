@@ -20,6 +20,7 @@ from vllm_module.runtime.ranks.worker_weights import SLEEPING
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight, send_weights
 from vllm_module.weights.changes import Changes
+from vllm_module.weights.handle import Pairs
 from vllm_module.weights.region import Region
 
 
@@ -60,9 +61,7 @@ class WeightChanges:
         """True if this process started the other ranks, on this host."""
         return isinstance(self._ranks.processes, Processes)
 
-    def update_weights(
-        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]] | SentBoxes
-    ) -> None:
+    def update_weights(self, weights: Pairs | SentBoxes) -> None:
         """Update the weights of every rank's model, in place.
 
         Raises the errors of this rank's model, ``RankError`` if another rank's model refuses them,
@@ -151,12 +150,7 @@ class WeightChanges:
         """Write on every rank what it has taken; if that raises, some may have written a part."""
         self._everywhere("update_adapter", number)
 
-    def _give(
-        self,
-        name: str,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
-        *arguments: Any,
-    ) -> None:
+    def _give(self, name: str, weights: Pairs, *arguments: Any) -> None:
         """Call a method of every rank's worker with weights, which other ranks get in buckets."""
         with self._or_end(self._timeout):
             self._tell(name, *arguments)

@@ -228,7 +228,7 @@ class Ranks:
             killed = [rank for rank, code in self.processes.codes.items() if code < 0]
             if killed:
                 return RankError("; ".join(map(self.processes.describe, killed)), killed)
-            codes = [f"{self.processes.describe(rank)}" for rank in self.processes.codes]
+            codes = [*map(self.processes.describe, self.processes.codes)]
         messages = {} if self.rank or self.size == 1 else self._last_words()
         for sign in "!?":
             if words := {rank: text[1:] for rank, text in messages.items() if text[0] == sign}:

@@ -44,6 +44,7 @@ from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.planned_layout import forget_planned_layout
 from vllm_module.runtime.served_adapter import LoadedAdapter
 from vllm_module.weights import Weight
+from vllm_module.weights.handle import Pairs
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.sharded_state import ShardedState
 
@@ -106,9 +107,7 @@ class WorkerWeights:
         self._has_slots = True  # False while the memory of slots is freed
 
     @changes_weights
-    def update_weights(
-        self, weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]], whole: bool = False
-    ) -> None:
+    def update_weights(self, weights: Pairs, whole: bool = False) -> None:
         """Update weights in place. If ``whole``, they must be a whole checkpoint."""
         self._took_update = False
         for adapter in self._adapters.values():
@@ -211,10 +210,7 @@ class WorkerWeights:
         check_used(self._adapters[number], number)
 
     def take_adapter(
-        self,
-        weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
-        number: int,
-        config: AdapterConfig | None = None,
+        self, weights: Pairs, number: int, config: AdapterConfig | None = None
     ) -> None:
         """Take A and B under PEFT's names for :meth:`update_adapter`, without writing them.
 

@@ -1,9 +1,8 @@
 """Finding the largest logits of a row by the maxima of its blocks.
 
 Tokens have one order: by logit, the largest first, and equal logits by token id. One pass over a
-row
-computes the maxima, and everything else reads a few of its blocks. No shape depends on a value, so
-nothing here waits for a device.
+row computes the maxima, and everything else reads a few of its blocks. No shape depends on a value,
+so nothing here waits for a device.
 """
 
 from __future__ import annotations

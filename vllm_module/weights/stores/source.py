@@ -275,8 +275,7 @@ class StoreSource:
 
     def _fetch_small(self) -> CheckpointFormatError | None:
         """Fetch the small files into the folder; return what is wrong if config.json is missing."""
-        store = Store(self.place, self._client())
-        try:
+        with closing(Store(self.place, self._client())) as store:
             listed = self._listed = store.names()
             if listed is None:
                 names: Iterable[str] = (*_SMALL_NAMES, *_MARKERS, *self._indexes())
@@ -335,8 +334,6 @@ class StoreSource:
 
             store.together(partial(fetch, name) for name in rest)
             return missing
-        finally:
-            store.close()
 
     def _keep(self, name: str, data: bytes) -> None:
         write_file(self.folder / name, data, printable(str(self.place)))
