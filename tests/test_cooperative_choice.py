@@ -25,8 +25,19 @@ SOURCE = Path("a source")
         ([("a", FILES, True), ("b", FILES, False)], True),
         ([("a", FILES, True), ("b", FILES, True)], False),
         ([("a", FILES, False), ("b", OTHER, False)], False),
+        ([("a", FILES, True), ("b", None, False)], True),
+        ([("a", None, False), ("a", FILES, True)], True),
     ],
-    ids=["source", "one host", "shared", "cached on one host", "cached", "copies"],
+    ids=[
+        "source",
+        "one host",
+        "shared",
+        "cached on one host",
+        "cached",
+        "copies",
+        "a source on one host",
+        "a source on one rank",
+    ],
 )
 def test_auto_reads_together_where_that_reads_less(facts: Any, less: bool) -> None:
     """Ranks read together from a source, or from files that several hosts share and lack."""

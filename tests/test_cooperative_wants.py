@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_module.cooperative.batches import lay_out
+from vllm_module.cooperative.reader import SharedReader
 from vllm_module.cooperative.wants import Wants, shared_rows
 from vllm_module.weights.region import Region
 
@@ -113,3 +116,20 @@ def test_the_ring_is_where_many_names_cost_little() -> None:
         for rank in range(ranks)
     ]
     assert shared_rows(wants) == [[ranks * each, 0, 8]]
+
+
+def test_a_region_that_is_shared_in_part_is_read_whole() -> None:
+    """A rank waits for no batch then: its readers get the handle as it is."""
+    tensor = torch.arange(12.0).view(6, 2)
+    chunks = [*lay_out([("w", ((2, 4), (0, 2)), torch.float32)], 1, 1 << 20)]
+    direct: list[object] = []
+    ring: Any = SimpleNamespace(release=lambda batch: None, moved=lambda: None)
+    readers: Any = SimpleNamespace(read=direct.extend)
+    ring.take = lambda batch: tensor[2:].reshape(-1).view(torch.uint8)
+    whole = Region.of("w", tensor)
+    shared: Any = whole.narrow(0, 2, 4)
+    reader = SharedReader([whole, shared], chunks, {"w": shared}, 0, ring, readers)
+    jobs: list[Any] = [(part, torch.empty(part.shape)) for part in (whole, shared)]
+    reader.read(jobs)
+    assert direct == jobs[:1]
+    assert torch.equal(jobs[1][1], tensor[2:])

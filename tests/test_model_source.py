@@ -233,6 +233,8 @@ def test_max_model_len_is_no_entry_of_the_file(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     entries = {"max_position_embeddings": 24, "max_model_len": 4096}
     write_checkpoint(folder, {}, config=CONFIG | entries)
-    for chosen, expected in ((None, 24), (7, 7)):
+    for chosen, expected in ((None, 24), (7, 7), (24, 24)):
         config = ModelConfig(model=str(folder), max_model_len=chosen)
         assert read_config(folder, config).max_model_len == expected
+    with pytest.raises(UnsupportedModelError, match="max_model_len 25 exceeds the 24 positions"):
+        read_config(folder, ModelConfig(model=str(folder), max_model_len=25))

@@ -32,7 +32,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {
             "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "lm_head", "embed_tokens"],
-            "rank_pattern": {"v_proj": 2, r"layers\.1\.self_attn\.q_proj": 7},
+            "rank_pattern": {
+                r"0\.self_attn\.v_proj": 6,
+                "v_proj": 2,
+                r"layers\.1\.self_attn\.q_proj": 7,
+            },
             "alpha_pattern": {"o_proj": 3},
             "use_rslora": True,
         },

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_module.adapters import adapter_config, open_adapter
+from vllm_module.adapters import adapter_config, base_names, open_adapter
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -379,6 +379,18 @@ def test_settings_that_are_refused(case: str) -> None:
     with pytest.raises(kind, match=named) as refused:
         adapter_config({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | entries, "file")
     assert isinstance(refused.value, WeightLoadError)
+
+
+@pytest.mark.parametrize("parameters", [["down_proj"], ["down_proj", "gate_up_proj"]])
+def test_wrappers_of_more_parameters_than_are_named(parameters: list[str]) -> None:
+    """PEFT wraps experts once for each parameter: one more has a parameter that nothing names."""
+    entries = {"r": 1, "lora_alpha": 1, "target_parameters": parameters}
+    config = adapter_config({"peft_type": "LORA", **entries}, "settings")
+    depths = [f"{PREFIX}0.mlp.experts{'.base_layer' * n}.lora_A.weight" for n in range(3)]
+    fit = {name: torch.ones(2, 3) for name in depths[: len(parameters)]}
+    assert len(base_names(fit, config)) == len(parameters)
+    with pytest.raises(CheckpointFormatError, match="and this tensor is of one more"):
+        base_names({depths[len(parameters)]: torch.ones(2, 3)}, config)
 
 
 def test_ten_thousand_targets() -> None:

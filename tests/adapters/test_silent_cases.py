@@ -77,6 +77,9 @@ def test_parameters_of_experts(tmp_path: Path, inter: int) -> None:
     adapter = load_adapter(base, tmp_path / "adapter")
     assert not torch.allclose(logits_of(base, IDS), logits, atol=1e-2)
     torch.testing.assert_close(adapted_logits(base, adapter, IDS), logits, rtol=0, atol=1e-5)
+    for version in ("0.19.1", "0.20.0", "1.0.0.dev0"):  # of which none has them turned
+        rewritten(tmp_path / "adapter", dict, peft_version=version)
+        assert load_adapter(base, tmp_path / "adapter").config.peft_version == version
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import warnings
 import weakref
 from collections import Counter
@@ -202,6 +203,30 @@ def test_inputs_have_a_scale_for_each_block_of_a_row(
     assert scales
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_per_channel"])
+def test_slots_that_a_checkpoint_stores_as_one_are_written_apart(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: str
+) -> None:
+    """The files are those of a checkpoint that stores each slot: the rows are the same."""
+    original = checkpoint("llama")
+    fused, tensors = tmp_path / "fused", stored(original)
+    for layer in range(entries(original)["num_hidden_layers"]):
+        for whole, names in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+            above = f"model.layers.{layer}.{whole.partition('.')[0]}"
+            parts = [tensors.pop(f"{above}.{each}_proj.weight") for each in names]
+            tensors[f"model.layers.{layer}.{whole}_proj.weight"] = torch.cat(parts)
+    fused.mkdir()
+    save_file(tensors, fused / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(original / name, fused)
+    for each, out in ((original, "apart"), (fused, "out")):
+        convert(ModelConfig(model=str(each), quantization=scheme), tmp_path / out)
+    expected, found = stored(tmp_path / "apart"), stored(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].float(), tensor.float()), name
+
+
 def test_what_is_not_quantized_is_copied(
     converted: Callable[[str], tuple[Path, Path]],
 ) -> None:
@@ -214,7 +239,8 @@ def test_what_is_not_quantized_is_copied(
         assert after[name].dtype == before[name].dtype
         assert torch.equal(after[name], before[name])
     written = entries(folder)["quantization_config"]
-    assert {"lm_head", "model.layers.1.self_attn.o_proj"} <= {*written["ignore"]}
+    linear = {f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)} | {"lm_head"}
+    assert {*written["ignore"]} == linear | {"model.embed_tokens"}  # and no norm
     strategies = {each["weights"]["strategy"]: each for each in written["config_groups"].values()}
     assert strategies["channel"]["targets"] == ["Linear"] or len(strategies) == 2
     assert (folder / "tokenizer.json").exists()

@@ -119,19 +119,21 @@ def test_rows_in_the_order_of_other_formats_are_refused(
         convert(config, tmp_path / "out")
 
 
-def test_a_folder_that_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
-    """The process that ends last says so, and leaves nothing of its own."""
+@pytest.mark.parametrize("theirs", ["out/theirs", "out"])
+def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path, theirs: str) -> None:
+    """The process that ends last says so, and leaves nothing of its own; also beside a file."""
     out = tmp_path / "out"
 
     def write() -> None:
         with new_folder(out) as folder:
             (folder / "mine").touch()
-            out.mkdir()
-            (out / "theirs").touch()
+            (tmp_path / theirs).parent.mkdir(exist_ok=True)
+            (tmp_path / theirs).touch()
 
     with pytest.raises(FolderExistsError, match="out was written by another process meanwhile"):
         write()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+    names = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    assert names == sorted({"out", theirs})
 
 
 @pytest.mark.parametrize("target", ["nothing", "empty"])

@@ -127,3 +127,14 @@ def test_impossible_arguments_are_refused(
 ) -> None:
     with pytest.raises(ShardingError, match=message):
         balanced_placement(counts, size, places=places)
+
+
+def test_copies_are_where_the_tokens_of_the_busiest_copy_are_fewest() -> None:
+    """Of all numbers of copies, with a rank for each copy."""
+    draw, places = random.Random(3), 7
+    for _ in range(40):
+        counts = [float(draw.randint(1, 40)) for _ in range(3)]
+        ways = (way for way in product(range(1, places), repeat=3) if sum(way) == places)
+        fewest = min(max(count / n for count, n in zip(counts, way, strict=True)) for way in ways)
+        placement = balanced_placement(counts, places, places=places)
+        assert max(rank_loads(placement, counts, places)) == fewest, counts

@@ -32,6 +32,7 @@ BUILD: dict[str, Callable[[], RecurrentLayer]] = {
     "mamba2": lambda: Mamba2Mixer(HIDDEN, 8, head_dim=3, n_groups=4, state_size=5),
     "mamba2, one group": lambda: Mamba2Mixer(HIDDEN, 4, 3, n_groups=1, state_size=5, bias=True),
     "gated delta net": lambda: GatedDeltaNet(HIDDEN, 4, 8, key_dim=3, value_dim=5),
+    "gated delta net, few keys": lambda: GatedDeltaNet(HIDDEN, 2, 8, key_dim=3, value_dim=5),
 }
 WITHIN = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -101,6 +101,20 @@ def test_experts_are_ranges() -> None:
         layout.find(up.name)
 
 
+def test_gate_and_up_that_alternate_and_are_padded() -> None:
+    """Rows 0, 2, ... are the gate's, those between are up's: behind the gate and its zeros."""
+
+    def build() -> nn.Module:
+        return FusedMoE(2, 1, 3, 10, shard_names=None, block=4, interleaved=True)
+
+    layout = layout_of(build, 1)
+    assert layout.shape_of("layer.w13.weight", 0) == (2, 2 * 12, 3)
+    assert boxes(layout, "layer.gate_up_proj") == [
+        ([0], (0, 0, part, 0), (2, 10, 1, 3), part * 12 * 3, (2, 10, 1, 3), (72, 3, 3, 1))
+        for part in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize("scheme", ["fp8_per_channel", "fp8_per_block"])
 def test_values_and_scales_of_a_layer_that_is_quantized_while_loading(scheme: str) -> None:
     """A box says which values and which scales are computed from it."""

@@ -81,6 +81,17 @@ def test_none_of_the_four_plans_is_faster(host: float, box: float) -> None:
     assert found.makespan == min(times)
 
 
+def test_a_relay_without_gathering_is_not_left_out() -> None:
+    """All four ranks keep all rows, from 80 that have one each: the network is used once."""
+    source, target = layout(80), layout(4, rows_of=4)
+    relayed, *others = (
+        simulate(TransferPlan(source, target, source_node=gathers, target_node=relays), LINKS)
+        for gathers, relays in ((1, 4), (1, 1), (4, 1), (4, 4))
+    )
+    assert all(relayed.makespan < each.makespan for each in others)
+    assert fastest_plan(source, target, LINKS, source_node=4, target_node=4)[1] == relayed
+
+
 def test_links_of_one_bandwidth_are_two_links() -> None:
     """A relay sends over the network and its host at once: no bound is above what it takes."""
     plan = TransferPlan(layout(2), layout(4, rows_of=2), target_node=2)
@@ -102,3 +113,7 @@ def test_every_expert_is_a_box_and_the_slower_end_counts() -> None:
     assert simulate(plan, LINKS._replace(box=1.0)).makespan == pytest.approx(5.0 + (2.0 + 5.0) / 8)
     assert simulate(plan, LINKS, slow=slow).makespan == pytest.approx(6.0)
     assert simulate(plan, LINKS, slow={("source", 0): 2.0}).makespan == pytest.approx(4.0)
+    # A rank packs and unpacks in its own time, whatever the other end's.
+    for end in ("source", "target"):
+        late = simulate(plan, LINKS._replace(box=1.0), batches=1, slow={(end, 0): 4.0})
+        assert late.makespan == pytest.approx(5.0 + (2.0 + 5.0) * 4.0)

@@ -123,6 +123,19 @@ def test_experts_go_where_they_are_kept() -> None:
     assert_plan_moves(plan, source, target)
 
 
+def test_a_rank_that_has_later_experts_gets_the_others_alone() -> None:
+    """In place, rank 1 keeps what it has, though rank 0 has all experts."""
+
+    def held(*of_ranks: tuple[int, int]) -> Layout:
+        made = experts(2, None)
+        groups = zip(made.partitions[0].held, of_ranks, strict=True)
+        kept = tuple(replace(group, experts=each) for group, each in groups)
+        return replace(made, partitions=(replace(made.partitions[0], held=kept),))
+
+    plan = TransferPlan(held((0, 4), (2, 2)), held((0, 4), (0, 4)), in_place=True)
+    assert plan.sent_bytes() == {(0, 0): 4 * 8, (0, 1): 2 * 8, (1, 1): 2 * 8}
+
+
 @pytest.mark.parametrize("dim", [0, None])
 @pytest.mark.parametrize("kept", [[(0, 2), (3, 1)], [(1, 2)], [(0, 1), (2, 1)]], ids=str)
 def test_experts_that_the_target_lacks_stay_where_they_are(

@@ -256,6 +256,8 @@ def test_code_is_not_run_where_another_class_is_there(folder: Path, architecture
     with_trust, without = (_logits(folder, trust_remote_code=each) for each in (True, False))
     torch.testing.assert_close(with_trust, without, rtol=0, atol=0)
     assert not (folder.parent / "trace").exists()
+    model = type(get_model(model_config=_config(folder))).__module__
+    assert model == f"vllm_module.{'models.llama' if kind == 'llama' else 'wrapped.model'}"
 
 
 def test_the_log_says_whose_code_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

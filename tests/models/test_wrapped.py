@@ -29,7 +29,7 @@ from vllm_module.errors import (
 from vllm_module.testing.sources import WatchedSource
 from vllm_module.wrapped.attention import stepping
 from vllm_module.wrapped.own_attention import divert_methods
-from vllm_module.wrapped.plan_styles import Plan, linear_of
+from vllm_module.wrapped.plan_styles import Plan, linear_of, parameter_of
 from vllm_module.wrapped.probe import probe_of
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
@@ -165,6 +165,23 @@ def test_a_plan_that_does_not_fit_is_refused(
     source = _source(saved("mistral"))
     with tensor_parallel(rank=0, size=2), pytest.raises(WeightLoadError, match=expected):
         source.build(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("style", "shape", "kept"),
+    [
+        ("rowwise", (6,), (6,)), ("rowwise", (4, 6), (4, 3)), ("colwise", (6,), (3,)),
+        ("colwise", (4, 6), (2, 6)), ("packed_rowwise", (2, 4, 8), (2, 4, 4)),
+        ("packed_colwise", (2, 4, 8), (2, 2, 8)), ("local_params", (6,), (6,)),
+    ],
+)  # fmt: skip
+def test_parameters_are_cut_as_by_transformers(
+    style: str, shape: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    """A bias of a layer whose input is cut is whole on every rank."""
+    for rank in (0, 1):
+        parameter = parameter_of(style, torch.empty(shape, device="meta"), "p", rank, 2)
+        assert tuple(parameter.shape) == kept
 
 
 def test_a_plan_within_a_plan_is_refused() -> None:

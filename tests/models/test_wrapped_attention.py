@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import masking_utils
 
 from vllm_module import ModelConfig
 from vllm_module.build.model_source import ModelSource
@@ -20,7 +21,7 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.wrapped.constants import Constants
 from vllm_module.wrapped.experts import is_experts
 from vllm_module.wrapped.inline_attention import Understood, understood
-from vllm_module.wrapped.mask import Mask, MaskRule
+from vllm_module.wrapped.mask import Mask, MaskRule, rule_of
 from vllm_module.wrapped.scores import ScoreProducts, Scores
 
 _sweep = runpy.run_path(str(Path(__file__).with_name("sweep.py")))
@@ -146,6 +147,12 @@ def _first_tokens() -> torch.Tensor:
     return kept
 
 
+def _causal_mask() -> Mask:
+    mask = torch.empty(1, 1, TOKENS, TOKENS).as_subclass(Mask)
+    mask.rule = MaskRule()
+    return mask
+
+
 # By the reason why it is refused: what is done to scores.
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "others than a number of those before": lambda s: s,  # to all tokens
@@ -164,6 +171,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "reshaped": lambda s: _masked(s).reshape(HEADS, -1),
     "are given to transpose": lambda s: _masked(s).transpose(-1, -2),
     "clamp": lambda s: _masked(s.clamp(max=5)),
+    "meet a tensor": lambda s: _masked(s - _causal_mask()),  # lets the masked ones be larger
     "no window": lambda s: s + torch.empty(1, 1, TOKENS, TOKENS).as_subclass(Mask),
     "softmax of scores": lambda s: _masked(s).softmax(-1) * 2,
     "attention has dropout": lambda s: torch.dropout(_masked(s).softmax(-1), 0.5, True),
@@ -200,6 +208,26 @@ def test_a_mask_keeps_its_rule_where_nothing_is_cut_off() -> None:
     assert mask[:, :, :, :3].rule == mask[..., :9].rule == MaskRule(window=2)
     rows = torch.zeros(3, dtype=torch.int64)
     assert mask[..., :2].rule is mask[..., rows].rule is mask[None, 0].rule is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_rules_of_masks_are_those_of_transformers(size: int) -> None:
+    """A function that differs from them near an edge of a window or chunk has no rule."""
+    window = masking_utils.sliding_window_causal_mask_function
+    assert rule_of(masking_utils.causal_mask_function, size) == MaskRule()
+    assert rule_of(masking_utils.causal_mask_function, None) == MaskRule()
+    assert rule_of(window(size), size) == MaskRule(window=size)
+    others: list[Any] = [
+        window(size + 1),
+        window(size - 1),
+        window(2 * size),
+        lambda b, h, q, k: (k <= q) & (q // size - k // size <= 1),  # the chunk before, too
+        lambda b, h, q, k: (k <= q) & (k < 2 * size),
+        lambda b, h, q, k: k <= q + 1,
+    ]
+    assert [rule_of(each, size) for each in others] == [None] * len(others)
+    chunks = rule_of(lambda b, h, q, k: (k <= q) & (q // size == k // size), size)
+    assert chunks == MaskRule(chunk=size)
 
 
 def test_scores_are_on_the_device_of_the_queries() -> None:

@@ -252,6 +252,24 @@ def test_a_plan_made_again_does_what_a_new_plan_does() -> None:
         assert all(each.is_meta for each in kept.module.merged.parameters())
 
 
+@pytest.mark.parametrize(("gap", "joined"), [(0, "xy"), (15, "xy"), (16, "uxy"), (31, "uxy")])
+def test_ranges_are_joined_up_to_the_gap(tmp_path: Path, gap: int, joined: str) -> None:
+    """Vectors of 16 bytes follow each other in the file; the second of four is not read."""
+    names = "uvxy"  # in the order of the file
+    save_file({f"{name}.weight": torch.ones(4) for name in names}, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    starts = {name: len(data) - 64 + 16 * at for at, name in enumerate(names)}
+    module = vLLMModule()
+    for name in "uxy":
+        module.add_module(name, RMSNorm(4))
+    with open_checkpoint(tmp_path) as checkpoint:
+        handles = {name: handle for name, handle in checkpoint.items() if name != "v.weight"}
+        ranges = module.plan_weights(handles).ranges(gap=gap)
+    found = [(begin, end) for _, begin, end in ranges]
+    alone = [(starts["u"], starts["u"] + 16)] if joined == "xy" else []
+    assert found == [*alone, (starts[joined[0]], len(data))]
+
+
 @pytest.mark.parametrize("gap", [None, 0, 40])
 def test_the_ranges_of_a_rank_are_all_that_it_needs(tmp_path: Path, gap: int | None) -> None:
     """A load of a file with nothing outside of the ranges gives the same tensors.

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from vllm_module import vLLMModule
+from vllm_module.core import allocation
+from vllm_module.core.tensors import materialized
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.layers import MergedColumnParallelLinear, RMSNorm, SiluAndMul
 from vllm_module.parameters import Dim, ModelWeightParameter, Slot
@@ -59,6 +61,28 @@ def test_a_forward_pass_without_the_check_reads_no_memory_that_nothing_filled(sc
         assert filled.isnan().all()
     else:
         torch.testing.assert_close(filled, x, rtol=0.1, atol=0.02)  # FP8 activations
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_slot_that_nothing_filled_does_not_show_old_memory(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is allocated again has old numbers in it, which must not become weights."""
+
+    def reused(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        real = materialized(tensor, device)
+        real.data.fill_(7)
+        return real
+
+    # The tests' own memory is NaN from the beginning.
+    monkeypatch.setattr(allocation, "materialized", reused)
+    names = ["a", "b", "c"][:slots]
+    layer = MergedColumnParallelLinear(3, [2] * slots, bias=False, shard_names=names)
+    layer.update_weights({"b.weight": torch.ones(2, 3)})
+    expected = torch.full((slots, 2, 3), torch.nan)
+    expected[1] = 1
+    assert torch.equal(layer.weight.isnan(), expected.flatten(0, 1).isnan())
+    assert torch.equal(layer.weight[2:4], expected[1])
 
 
 PADDED = Dim((Slot("g", 3, 2, 4), Slot("u", 5, 2, 6)))

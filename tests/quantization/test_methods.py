@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import MissingWeightError, UnsupportedModelError
 from vllm_module.layers import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -25,6 +25,7 @@ from vllm_module.parameters import ModelWeightParameter
 from vllm_module.quantization import (
     ONLINE,
     EightBitMethod,
+    QuantizableKVCache,
     QuantizableLayer,
     QuantizeMethod,
     Scheme,
@@ -226,3 +227,27 @@ def test_values_of_codes_are_float32_whatever_the_default_dtype_is(method: Quant
     wide = method.full_precision(layer, torch.float32)
     torch.testing.assert_close(y.float(), x.float() @ wide.T, rtol=2**-6, atol=2**-6)
     assert layer.codebook.dtype == torch.float32
+
+
+@pytest.mark.parametrize("given", ["", "k", "v", "kv"])
+@pytest.mark.parametrize("optional", [False, True])
+def test_a_checkpoint_has_both_scales_of_a_cache_or_neither(given: str, optional: bool) -> None:
+    """Where they are optional, a cache without any has 1; one alone is refused."""
+
+    class Holder(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = QuantizableKVCache()
+            names = "k_proj.k_scale", "v_proj.v_scale"
+            self.attn.create_kv_scales(names, optional=optional)
+
+    holder = Holder()
+    weights = {f"{each}_proj.{each}_scale": torch.tensor(0.5) for each in given}
+    if given == "kv" or (optional and not given):
+        holder.load_weights(weights)
+        found = [holder.attn.k_scale.item(), holder.attn.v_scale.item()]
+        assert found == ([0.5, 0.5] if given else [1.0, 1.0])
+        return
+    absent = {"": "[kv]", "k": "v", "v": "k"}[given]
+    with pytest.raises(MissingWeightError, match=rf"{absent}_proj\.{absent}_scale"):
+        holder.load_weights(weights)

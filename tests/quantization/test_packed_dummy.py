@@ -61,3 +61,19 @@ def test_a_model_is_loaded_with_dummy_weights(case: str, tmp_path: Path) -> None
     assert bool(alone.isfinite().all())
     for of_rank in run_ranks(2, work):
         torch.testing.assert_close(of_rank, alone)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zeros_of_outputs_that_end_in_a_run(bits: int, tmp_path: Path) -> None:
+    """Keys and values have 48 outputs each here, and zeros are made for 32 at a time."""
+    layout = GPTQ | {"bits": bits, "group_size": -1}
+    entries = QWEN3 | {"head_dim": 24, "quantization_config": layout}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    model: Any = get_model(
+        model_config=ModelConfig(model=str(tmp_path)), load_config=LoadConfig(load_format="dummy")
+    )
+    zeros = model.get_parameter("model.layers.0.self_attn.qkv_proj.qzeros")
+    codes = zeros.detach().contiguous().view(torch.uint8)
+    middle = (1 << (bits - 1)) - 1  # GPTQ stores one less
+    assert codes.unique().tolist() == [sum(middle << at for at in range(0, 8, bits))]
+    assert codes.numel() * 8 // bits == (4 + 2 + 2) * 24

@@ -191,6 +191,17 @@ def test_rows_may_ask_for_different_numbers_of_logprobs() -> None:
     assert [list(token.logprobs or ()) for token in given] == [[1], [1], [1, 2, 3]]
 
 
+@pytest.mark.parametrize("kept", range(1, 9))
+def test_processed_logprobs_end_where_top_p_is_reached(kept: int) -> None:
+    """A mass that is reached exactly needs no further token, and lower ids win ties."""
+    row = Row(SamplingParams(top_p=kept / 8, logprobs=8))
+    (token,) = sampler.sample(torch.zeros(1, 8), [row], processed=True).read()
+    assert token is not None
+    assert token.logprobs is not None
+    found = [each for each, entry in token.logprobs.items() if math.isfinite(entry.logprob)]
+    assert sorted(found) == [*range(kept)]
+
+
 @pytest.mark.parametrize("params", [{"top_k": 20}, {"top_p": 0.9}], ids=str)
 def test_a_nan_with_a_sign_ends_its_own_row_alone(params) -> None:
     """A NaN that sorts below everything leaves the other rows their tokens."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 
+load = runpy.run_path(str(Path(__file__).with_name("conftest.py")))["load"]
 TEXTS = ["hello", "the sky is", "a", "né à 12:30"]
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
@@ -71,6 +75,23 @@ def test_token_ids_are_prompts(server: Any) -> None:
     assert choice["text"] == expected[0]
     assert (choice["prompt_token_ids"], len(choice["token_ids"])) == (tokens[0], 8)
     assert len(tokens[0]) == len("hello")
+
+
+def test_special_tokens_are_those_of_the_library(folder: Path, start: Any, tmp_path: Path) -> None:
+    """A text gets them unless ``add_special_tokens`` is false, also where it is left out."""
+    own = shutil.copytree(folder, tmp_path / "own")
+    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.post_processor = processors.TemplateProcessing("a $A b", None, [("a", 64), ("b", 65)])
+    library.save(str(own / "tokenizer.json"))
+    with start(AsyncLLM(load(own))) as server:
+        for given, special in ((None, True), (True, True), (False, False)):
+            expected = library.encode("hello", add_special_tokens=special).ids
+            body = {"prompt": "hello", "add_special_tokens": given}
+            assert server.ask("POST", "/tokenize", body)[1]["tokens"] == expected
+            more = {"max_tokens": 1, "return_token_ids": True}
+            _, answer = server.ask("POST", "/v1/completions", body | more)
+            assert answer["choices"][0]["prompt_token_ids"] == expected
+    assert len(expected) == len("hello")
 
 
 def test_prompt_logprobs_are_those_of_transformers(server: Any, folder: Path) -> None:

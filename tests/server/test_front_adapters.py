@@ -111,6 +111,11 @@ def test_all_engines_load_an_adapter_or_none() -> None:
             assert await front.load() == 400, "it is called so already"
             assert all("x" in each.adapters for each in holders)
             assert await front.unload() == 200
+        # One that has not loaded it, and gave no answer, has nothing to undo.
+        holders[1].broken = holders[1].silent = True
+        assert await front.load() == 500
+        assert [each.adapters for each in holders] == [set(), {"other"}, set()]
+        holders[1].broken = False
         holders[0].adapters.add("x")  # left by an engine that gave no answer to its undoing
         assert await front.load() == 400
         assert await front.unload() == await front.load() == 200

@@ -90,6 +90,10 @@ def test_many_biases_are_refused_by_their_number() -> None:
     """In a body that is large enough for them."""
     with pytest.raises(ApiError, match="logit_bias has 70000 entries, and may have 65536"):
         CompletionBody.of({**GOOD, "logit_bias": {f"{i}": 1 for i in range(70_000)}})
+    most = {f"{i}": 1 for i in range(1 << 16)}
+    assert CompletionBody.of({**GOOD, "logit_bias": most}).sampling["logit_bias"] == most
+    with pytest.raises(ApiError, match="logit_bias has 65537 entries"):
+        CompletionBody.of({**GOOD, "logit_bias": {**most, "65536": 1}})
 
 
 def test_a_body_of_many_values_is_refused_unread(server: Any) -> None:

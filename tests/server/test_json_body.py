@@ -50,6 +50,24 @@ def test_edges_of_real_pieces(edge: int, run: bytes) -> None:
     assert looked_over(data)[0] == begun(json.loads(data)) == 6
 
 
+class Pieces(bytes):
+    """A body that counts how often a part of it is taken."""
+
+    taken = 0
+
+    def __getitem__(self, part: Any) -> Any:
+        self.taken += 1
+        assert self.taken < 10, "it is looked over without an end"
+        return super().__getitem__(part)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("before", [1, (1 << 16) - 1, 1 << 16])
+def test_backslashes_at_the_end_of_a_body_are_its_end(count: int, before: int) -> None:
+    """What they stand before never comes."""
+    assert looked_over(Pieces(b'"' * before + b"\\" * count)) == (1, False)
+
+
 def test_the_limit_is_exact() -> None:
     """As many values as are allowed are read, and one more is not, in bodies of any size."""
     for most in (3, 1000, 70_000, 262_144):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
@@ -88,6 +89,7 @@ def test_calls_that_the_model_writes(server: Any) -> None:
     assert [call.function.name for call in calls] == ["get_weather"] * 2
     assert json.loads(calls[1].function.arguments) == {"city": "Rome", "day": 2}
     assert len({call.id for call in calls}) == 2
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call.id) for call in calls)  # or Mistral's refuse it
     message, reason = streamed(server, **body)
     assert (message["content"], reason) == ("I look.", "tool_calls")
     arguments = calls[0].function.arguments
@@ -320,6 +322,17 @@ def test_what_is_refused(server: Any, body: dict[str, Any], says: str) -> None:
     )
     assert status == 400
     assert says in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", " "])
+def test_a_prompt_that_ends_in_the_mark_has_begun_the_reasoning(end: str) -> None:
+    """Templates write a line's end behind it: those of DeepSeek-R1 and of QwQ do."""
+    form = AnswerForm.of(ChatBody(model="m", messages=MESSAGES), Formats(None, ("<t>", "</t>")))
+    for prompt, begun in ((f"Hi<t>{end}", True), (f"Hi<t>x{end}", False)):
+        parser = form.parser(prompt)
+        deltas = [*parser.feed("a</t>b"), *parser.finish()]
+        assert "".join(each.reasoning for each in deltas) == ("a" if begun else "")
+        assert "".join(each.content for each in deltas) == ("b" if begun else "a</t>b")
 
 
 CHOICES: list[Any] = [None, "auto", "none", "required", NAMED]

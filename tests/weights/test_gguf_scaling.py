@@ -156,12 +156,17 @@ def test_rope_scalings_are_read(model: Any, tmp_path: Path) -> None:
     ones = np.ones(16, dtype=np.float32)
     assert scaling_of(tmp_path, model, lambda w: w.add_tensor("rope_freqs.weight", ones)) is None
 
-    def both(writer: gguf.GGUFWriter) -> None:
-        yarn(writer)
-        writer.add_tensor("rope_freqs.weight", ones)
+    def linear(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_factor(2.0)
 
-    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight has a factor"):
-        scaling_of(tmp_path, model, both)
+    for other in (yarn, linear):
+
+        def both(writer: gguf.GGUFWriter, other: Callable[..., None] = other) -> None:
+            other(writer)
+            writer.add_tensor("rope_freqs.weight", ones)
+
+        with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight has a factor"):
+            scaling_of(tmp_path, model, both)
 
 
 def test_a_key_that_is_needed_and_missing_is_named(model: Any, tmp_path: Path) -> None:

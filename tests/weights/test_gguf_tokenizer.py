@@ -352,6 +352,14 @@ def test_merges_are_those_that_transformers_makes(architecture: str) -> None:
     assert len(expected) > 40
 
 
+def test_the_first_token_may_be_the_unknown_one() -> None:
+    """Gemma writes it for what has neither a token nor tokens for its bytes."""
+    tokens = ["<unk>", "a", "b"]
+    keys = {"model": "llama", "tokens": tokens, "unknown_token_id": 0}
+    tokenizer, _ = made("gemma2", **keys)
+    assert tokenizer.encode("aéb").tokens == ["a", "<unk>", "b"]
+
+
 def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:
     """The template has the special tokens; generation stops at both ends that the file names."""
     path = write(*KINDS["qwen2"], lambda writer: writer.add_eot_token_id(7))

@@ -7,7 +7,7 @@ import torch
 
 from vllm_module.errors import WeightReadError
 from vllm_module.weights import buckets
-from vllm_module.weights.changes import Changes
+from vllm_module.weights.changes import Changes, find_changes
 from vllm_module.weights.packing import PackedTensor, aligned, gaps_of
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
@@ -54,6 +54,16 @@ def test_indices_are_steps_of_the_fewest_bytes(most: int) -> None:
     assert torch.equal(place.within(memory).indices, indices)
     width = 1 + (most > 255) + 2 * (most > 65535) + 4 * (most > 2**31 - 1)
     assert place.gaps.itemsize == width
+
+
+def test_changes_are_found_at_both_sides_of_every_edge() -> None:
+    """A large tensor is compared piece by piece: 2**22 elements, of which the last has fewer."""
+    places = [0, 2**22 - 1, 2**22, 2**23 - 1, 2**23, 2**23 + 6]
+    old = torch.zeros(2**23 + 7, dtype=torch.uint8)
+    new = old.clone()
+    new[places] = torch.arange(1, 7, dtype=torch.uint8)
+    changes = find_changes(old, new)
+    assert (changes.indices.tolist(), changes.values.tolist()) == (places, [*range(1, 7)])
 
 
 def test_indices_that_are_refused_have_no_steps() -> None:
