@@ -74,6 +74,23 @@ def test_an_alias_may_name_a_slot() -> None:
     assert torch.equal(model.gate_up_proj.weight, torch.cat(list(tensors.values())))
 
 
+def test_an_alias_of_a_tensor_leaves_a_rule_for_one_of_its_slots() -> None:
+    """``gate_proj.kernel`` is skipped by its rule; ``up_proj.kernel`` is the slot's tensor."""
+
+    class Fused(MergedColumnParallelLinear):
+        weight_aliases = {"kernel": "weight"}
+        skipped_weights = {"gate_proj.kernel": "an older copy"}
+
+    layer = Fused(8, [12, 12], bias=False, shard_names=["gate_proj", "up_proj"])
+    tensors = {f"{slot}_proj.kernel": torch.rand(12, 8) for slot in ("gate", "up")}
+    report = layer.plan_weights(tensors).report
+    assert report.skipped == {"gate_proj.kernel": "an older copy"}
+    assert report.loaded == {"weight": ["up_proj.kernel"]}
+    weight = torch.rand(12, 8)
+    layer.load_weights(tensors | {"gate_proj.weight": weight})
+    assert torch.equal(layer.weight, torch.cat([weight, tensors["up_proj.kernel"]]))
+
+
 class Part(vLLMModule):
     """Layers whose path has other names in checkpoints, or is not there."""
 
