@@ -7,10 +7,12 @@ import random
 import runpy
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_module.distributed import exchange
 from vllm_module.distributed.news import ENDED, News, neighbours
 
 HERE = Path(__file__).parent
@@ -31,6 +33,34 @@ def test_drawn_faults_are_named_by_all_others(first: int, tmp_path: Path) -> Non
     script, log = HERE / "draw_faults.py", tmp_path / "log"
     code = SUPPORT["run_program"](script, first, first + draws, log=log, limit=3000)
     assert (code, log.read_text()) == (0, "")
+
+
+def test_a_rank_that_ends_in_the_second_round_keeps_nobody_in_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others that have all results have sent their last message, and are neither awaited nor named.
+
+    This rank has their results, too, and learns before it goes on that the connection of one is
+    closed.
+    """
+
+    def peer(rank: int, *_: object) -> SimpleNamespace:
+        ended = rank == 3
+        return SimpleNamespace(
+            rank=rank, heard=1 if ended else 2, leaves=ended, gone=ended, listening=False,
+            telling=0, tell=lambda frame: None,
+        )  # fmt: skip
+
+    monkeypatch.setattr(exchange, "Peer", peer)  # connections at just that moment
+    call = exchange._Exchange(None, 1, 5, 0)
+    with call._changed:
+        call._results = dict.fromkeys(range(5), b"")
+        call._note({3: ENDED})
+    call._go_round(1, 1.0, "had not finished")
+    with call._changed:
+        call._closed = True  # which ends the thread that tells others
+        call._changed.notify_all()
+    assert call._failures == {3: ENDED}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33, 1000, 1024])

@@ -344,7 +344,9 @@ class _Exchange:
 
         def know() -> bool:
             if self._failures:
-                return self._news.over or number == 2 or not self._news.silent()
+                # Who has sent its second message has all results, and tells nothing more.
+                ended = number == 2 or any(peer.heard > 1 for peer in self._peers.values())
+                return self._news.over or ended or not self._news.silent()
             return all(peer.heard >= number for peer in peers)
 
         def wait(seconds: float) -> bool:
