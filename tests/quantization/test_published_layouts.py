@@ -214,6 +214,22 @@ def test_the_stored_method_can_be_requested(published: Callable[[str], Any]) -> 
         assert torch.equal(logits(model, checkpoint.ids), logits(load(checkpoint), checkpoint.ids))
 
 
+def assert_same_logits(
+    checkpoint: Any, tensors: dict[str, torch.Tensor], entries: Any, folder: Path, size: int
+) -> None:
+    """Check that ``tensors`` under another quantization_config mean what the publisher's do."""
+    config = json.loads((checkpoint.folder / "config.json").read_text())
+    config["quantization_config"] = entries
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+    def work(rank: int) -> torch.Tensor:
+        return logits(load(SimpleNamespace(folder=folder)), checkpoint.ids)
+
+    for computed in run_ranks(size, work):
+        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("layout", "algorithm"),
@@ -229,16 +245,8 @@ def test_scales_in_the_shapes_of_modelopt(
         rows, columns = tensors[name].shape
         shape = (rows,) if layout == "ct-channel-dynamic" else (rows, 1, columns, 1)
         tensors[name] = tensors[name].reshape(shape)
-    config = json.loads((checkpoint.folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": algorithm}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
-
-    def work(rank: int) -> torch.Tensor:
-        return logits(load(SimpleNamespace(folder=tmp_path)), checkpoint.ids)
-
-    for computed in run_ranks(size, work):
-        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
+    entries = {"quant_method": "modelopt", "quant_algo": algorithm}
+    assert_same_logits(checkpoint, tensors, entries, tmp_path, size)
     name, scale = next((n, t) for n, t in tensors.items() if n.endswith("up_proj.weight_scale"))
     tensors[name] = scale.reshape(*(each for each in scale.shape if each > 1), -1)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -260,20 +268,9 @@ def test_fp8_of_fbgemm(published: Any, tmp_path: Path, size: int) -> None:
     wide = "model.layers.1.mlp.down_proj"
     scale = tensors.pop(f"{wide}.weight_scale")
     tensors[f"{wide}.weight"] = tensors[f"{wide}.weight"].float() * scale
-    config = json.loads((checkpoint.folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fbgemm_fp8",
-        "activation_scale_ub": 1200.0,
-        "modules_to_not_convert": [wide],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
-
-    def work(rank: int) -> torch.Tensor:
-        return logits(load(SimpleNamespace(folder=tmp_path)), checkpoint.ids)
-
-    for computed in run_ranks(size, work):
-        torch.testing.assert_close(computed, checkpoint.logits, rtol=0, atol=WITHIN)
+    entries: dict[str, Any] = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    entries["modules_to_not_convert"] = [wide]
+    assert_same_logits(checkpoint, tensors, entries, tmp_path, size)
 
 
 @pytest.mark.parametrize("size", [1, 2])
