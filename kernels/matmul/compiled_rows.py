@@ -190,7 +190,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     lines = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}.get(kind, 1)
     many = has_many_registers()
     called = (*USED, *(function for module in _KINDS for function in module.USED))
-    for function in (*called, _by_group, _products):
+    for function in (*called, _by_group, _products):  # numba compiles these once for all loops
         register_jitable(function)
     for inlined in (write, product, sum_up):
         register_jitable(inline="always")(inlined)  # a call takes as long as a row

@@ -51,7 +51,8 @@ def test_a_rank_that_ends_in_the_second_round_keeps_nobody_in_the_first(
             telling=0, tell=lambda frame: None,
         )  # fmt: skip
 
-    monkeypatch.setattr(exchange, "Peer", peer)  # connections at just that moment
+    # Real connections are in this state for less than a millisecond.
+    monkeypatch.setattr(exchange, "Peer", peer)
     call = exchange._Exchange(None, 1, 5, 0)
     with call._changed:
         call._results = dict.fromkeys(range(5), b"")

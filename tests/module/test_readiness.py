@@ -74,7 +74,7 @@ def test_a_slot_that_nothing_filled_does_not_show_old_memory(
         real.data.fill_(7)
         return real
 
-    # The tests' own memory is NaN from the beginning.
+    # The tests' own new memory is NaN, which would hide that the product writes none.
     monkeypatch.setattr(allocation, "materialized", reused)
     names = ["a", "b", "c"][:slots]
     layer = MergedColumnParallelLinear(3, [2] * slots, bias=False, shard_names=names)
