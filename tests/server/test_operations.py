@@ -243,6 +243,26 @@ def test_choices_say_which_weights_computed_their_tokens(
     assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_an_answer_in_blocks_says_which_weights_computed_it(server: Any, path: str) -> None:
+    """Whole, and in the last event of a stream; the counts are those of its usage."""
+    given = {"role": "user", "content": "hello"}
+    body = {"input": [given], "max_output_tokens": 5}
+    if path == "/v1/messages":
+        body = {"messages": [given], "max_tokens": 5}
+    body |= {"model": "tiny", "temperature": 0}
+    held = server.ask("GET", "/weight_version")[1]["weight_version"]
+    code, answer = server.ask("POST", path, body)
+    assert (code, answer["weight_versions"]) == (200, [[held, answer["usage"]["output_tokens"]]])
+    _, stream = server.ask("POST", path, {**body, "stream": True})
+    lines = [line for line in stream.decode().splitlines() if "weight_versions" in line]
+    told = [json.loads(line.removeprefix("data: ")) for line in lines]
+    (last,) = told
+    within = last.get("response") or last["delta"]
+    assert within["weight_versions"] == answer["weight_versions"]
+    assert last["type"] in ("response.completed", "response.incomplete", "message_delta")
+
+
 def test_an_update_in_a_file_over_http(server: Any, folder: Path, tmp_path: Path) -> None:
     """It brings its version, and is taken after the one that it changes, once."""
     assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200

@@ -199,16 +199,18 @@ class _Answer(BlocksAnswer):
             "service_tier": "standard",
         }
 
-    def _stop(self) -> dict[str, str | None]:
-        """Return the reason and the sequence at which the message stopped."""
+    def _stop(self) -> dict[str, Any]:
+        """Return the reason and the sequence at which the message stopped, and its weights."""
         last, reason, sequence = self.conversation.last, None, None
+        weights: dict[str, Any] = {}
         if last is not None:
+            weights["weight_versions"] = last.weight_versions
             reason = _STOP_REASONS.get(str(last.finish_reason), "end_turn")
             if isinstance(last.stop_reason, str):
                 reason, sequence = "stop_sequence", last.stop_reason
             elif self.conversation.calls and last.finish_reason == "stop":
                 reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        return {"stop_reason": reason, "stop_sequence": sequence, **weights}
 
 
 def _block(block: Block, text: str) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class _Answer(BlocksAnswer):
         body, conversation, ended = self._body, self.conversation, dict[str, Any]()
         if (last := conversation.last) is not None:
             ended = {"completed_at": int(time.time()), "usage": _usage(conversation.usage())}
-            ended["status"] = "completed"
+            ended |= {"status": "completed", "weight_versions": last.weight_versions}
             if last.finish_reason != "stop":
                 reason = _INCOMPLETE.get(str(last.finish_reason), last.finish_reason)
                 ended.update(status="incomplete", incomplete_details={"reason": reason})
