@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from transformers import GenerationConfig
 
-from vllm_module import LLM, SamplingParams
+from vllm_module import LLM, AsyncLLM, SamplingParams
 
 MESSAGES: Any = [
     {"role": "system", "content": "Be short."},
@@ -71,6 +74,31 @@ def test_openais_async_client_has_many_streams(server: Any, sync: LLM) -> None:
     assert asyncio.run(all_of_them()) == [
         (output.outputs[0].text, len(output.outputs[0].token_ids)) for output in outputs
     ]
+
+
+def test_a_limit_of_generation_config(
+    folder: Path, server: Any, start: Any, tmp_path: Path
+) -> None:
+    """A request without one has the file's, in every protocol that may leave it out.
+
+    Without one in the file, a message may be as long as the context allows.
+    """
+    assert create(server, max_tokens=None).usage.total_tokens == 1024
+    own = shutil.copytree(folder, tmp_path / "own")
+    GenerationConfig(max_new_tokens=5).save_pretrained(own)
+    asked: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "Hi"},
+        "chat/completions": {"messages": MESSAGES},
+        "responses": {"input": "Hi"},
+    }
+    llm = LLM(str(own), kv_cache_memory_bytes=4 << 20, dtype="float32", device="cpu")
+    with start(AsyncLLM(llm)) as limited:
+        for path, body in asked.items():
+            name = "max_output_tokens" if path == "responses" else "max_tokens"
+            for given, expected in ({}, 5), ({name: 7}, 7), ({name: 2}, 2):
+                _, answer = limited.ask("POST", f"/v1/{path}", {"model": "tiny", **body, **given})
+                usage = answer["usage"]
+                assert usage.get("completion_tokens", usage.get("output_tokens")) == expected, path
 
 
 def test_developer_is_system(server: Any) -> None:

@@ -29,7 +29,7 @@ async def begin(state: State, body: ChatBody, kind: str) -> Continuation:
 
     ``kind`` begins the id of the answer.
     """
-    most = state.engine(body.model).llm.model_config.max_model_len
+    state.engine(body.model)  # another model is refused first
     form = AnswerForm.of(body, state.formats)
     prompt = await state.chat_prompt(body.messages, body, form.tools)
     return Continuation(
@@ -38,8 +38,7 @@ async def begin(state: State, body: ChatBody, kind: str) -> Continuation:
         kind,
         [prompt],
         form,
-        # Without a limit, a message may be as long as the context allows.
-        max_tokens=body.max_completion_tokens or body.max_tokens or most,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured_outputs=form.structured_outputs,
         skip_special_tokens=False if form.reads_marks else None,
