@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import shutil
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from transformers import GenerationConfig
+from openai.types.chat import ChatCompletionMessage
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 
@@ -99,6 +101,42 @@ def test_a_limit_of_generation_config(
                 _, answer = limited.ask("POST", f"/v1/{path}", {"model": "tiny", **body, **given})
                 usage = answer["usage"]
                 assert usage.get("completion_tokens", usage.get("output_tokens")) == expected, path
+
+
+ASKS_BY_NAME = (  # whether there are calls, as Llama 3.1's template does
+    "{% for m in messages %}{% if 'tool_calls' not in m %}<{{ m.role }}>{{ m.content }}"
+    "{% elif m.tool_calls|length != 1 %}{{ raise_exception('only single tool-calls') }}{% else %}"
+    "<call>{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_message_without_calls(folder: Path, start: Any, tmp_path: Path) -> None:
+    """An answer that a client sends back with all of its entries is a message of those it has.
+
+    Also with an empty list of calls; a call stays one.
+    """
+    own = shutil.copytree(folder, tmp_path / "own")
+    (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": ASKS_BY_NAME}))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    user = {"role": "user", "content": "Hi"}
+    asked = ChatCompletionMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+    said = ChatCompletionMessage(role="assistant", content="yo").model_dump()
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(own / "tokenizer.json"))
+    llm = LLM(str(own), kv_cache_memory_bytes=4 << 20, dtype="float32", device="cpu")
+    with start(AsyncLLM(llm)) as server:
+        for answer, least in (
+            (said, {"role": "assistant", "content": "yo"}),
+            (said | {"tool_calls": []}, {"role": "assistant", "content": "yo"}),
+            (asked.model_dump(), {"role": "assistant", "content": "", "tool_calls": [call]}),
+        ):
+            written = reference.apply_chat_template(
+                [user, least, user], chat_template=ASKS_BY_NAME, return_dict=False
+            )
+            body = {"model": "tiny", "messages": [user, answer, user], "max_tokens": 1}
+            status, got = server.ask(
+                "POST", "/v1/chat/completions", {**body, "return_token_ids": True}
+            )
+            assert (status, got.get("prompt_token_ids")) == (200, written), got
 
 
 def test_developer_is_system(server: Any) -> None:

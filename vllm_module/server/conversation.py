@@ -118,8 +118,9 @@ def checked_messages(
 def _checked(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message, which a body has at ``where``, as templates know it.
 
-    A developer's message is a system message: most templates know no other. Raises ``ApiError`` for
-    roles and parts that are not supported.
+    A developer's message is a system message: most templates know no other. Entries that are null
+    are left out, and so are calls of which there are none: templates ask whether there are any by
+    the name. Raises ``ApiError`` for roles and parts that are not supported.
     """
     role, content = message.get("role"), message.get("content")
 
@@ -135,7 +136,10 @@ def _checked(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if kind not in _TEXTS:
             what = shorten(part) if kind is None else f"type {shorten(kind)}"
             raise refusal(f"content[{at}] is not supported: only parts of text are, got {what}")
-    return {**message, "role": "system" if role == "developer" else role}
+    entries = {key: each for key, each in message.items() if each is not None}
+    if entries.get("tool_calls") == []:
+        del entries["tool_calls"]
+    return {**entries, "role": "system" if role == "developer" else role}
 
 
 def as_function(tool: Mapping[str, Any], kinds: Collection[Any], schema: str) -> dict[str, Any]:
