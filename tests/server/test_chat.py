@@ -155,7 +155,7 @@ def test_logprobs(server: Any) -> None:
         assert len(entry.top_logprobs) == 2
         assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
         assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob > math.log(1 / 256)
-        assert bytes(entry.bytes).decode() == entry.token
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
     chunks = create(server, logprobs=True, top_logprobs=2, temperature=1.0, seed=1, stream=True)
     joined = [
         entry
@@ -166,6 +166,12 @@ def test_logprobs(server: Any) -> None:
     ]
     assert joined == content
     assert create(server, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    only = {"structured_outputs": {"choice": ["h\u00e9 \u20ac"]}}  # of several tokens each
+    (choice,) = create(server, logprobs=True, extra_body=only).choices
+    assert [[byte] for byte in choice.message.content.encode()] == [
+        entry.bytes for entry in choice.logprobs.content
+    ]
+    assert choice.message.content == "h\u00e9 \u20ac"
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
