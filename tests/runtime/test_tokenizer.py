@@ -296,6 +296,32 @@ def test_bytes_are_shown_as_the_characters_that_they_complete(
     assert byte_fallback.continuation(tokens[:start], tokens[start:end]) == expected
 
 
+@given(text=st.text("ab \u4f60\u00e9\u00c3\u00a9\ufffd\u0120\n", min_size=1, max_size=9))
+def test_bytes_of_tokens_are_the_texts(
+    tokenizer: Tokenizer, byte_fallback: Tokenizer, text: str
+) -> None:
+    """Joined, with both spellings of bytes; also letters that such spellings use."""
+    for each, tokens in ((tokenizer, tokenizer.encode(text)), (byte_fallback, in_bytes(text))):
+        assert b"".join(map(each.token_bytes, tokens)) == text.encode()
+
+
+def test_bytes_of_a_word_have_its_space(metaspace: Tokenizer) -> None:
+    """A decoder takes it off a token that is alone."""
+    tokens = [0, 2, 1]
+    assert b"".join(map(metaspace.token_bytes, tokens)) == b" thes tree"
+    assert metaspace.decode(tokens) == "thes tree"
+
+
+@pytest.mark.parametrize("token", ["\u00c3\u00a9", "\u00e9", "<0xZZ>", "<0x41>", "x\u2581y", ""])
+def test_bytes_of_a_token_as_it_is_written(token: str, tmp_path: Path) -> None:
+    """Where no decoder changes tokens, one that looks like bytes is a text of its own."""
+    fast = FastTokenizer(models.WordLevel({token: 0}, unk_token=token))
+    fast.save(str(tmp_path / "tokenizer.json"))
+    own = Tokenizer(tmp_path)
+    assert own.token_bytes(0) == own.decode([0]).encode() == token.encode()
+    assert own.token_bytes(9) == b""  # an id of a vocabulary that is padded
+
+
 @pytest.mark.parametrize("wrong", ["other/repo--tok.Tok", "absent.Tok", 3], ids=str)
 @pytest.mark.parametrize("other", [None, "own.Tok"], ids=str)
 @pytest.mark.parametrize("first", [False, True])

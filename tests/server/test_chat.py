@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessage
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from vllm_module import LLM, SamplingParams
+from vllm_module import LLM, AsyncLLM, SamplingParams
 
 MESSAGES: Any = [
     {"role": "system", "content": "Be short."},
@@ -73,6 +78,67 @@ def test_openais_async_client_has_many_streams(server: Any, sync: LLM) -> None:
     ]
 
 
+def test_a_limit_of_generation_config(
+    folder: Path, server: Any, start: Any, tmp_path: Path
+) -> None:
+    """A request without one has the file's, in every protocol that may leave it out.
+
+    Without one in the file, a message may be as long as the context allows.
+    """
+    assert create(server, max_tokens=None).usage.total_tokens == 1024
+    own = shutil.copytree(folder, tmp_path / "own")
+    GenerationConfig(max_new_tokens=5).save_pretrained(own)
+    asked: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "Hi"},
+        "chat/completions": {"messages": MESSAGES},
+        "responses": {"input": "Hi"},
+    }
+    llm = LLM(str(own), kv_cache_memory_bytes=4 << 20, dtype="float32", device="cpu")
+    with start(AsyncLLM(llm)) as limited:
+        for path, body in asked.items():
+            name = "max_output_tokens" if path == "responses" else "max_tokens"
+            for given, expected in ({}, 5), ({name: 7}, 7), ({name: 2}, 2):
+                _, answer = limited.ask("POST", f"/v1/{path}", {"model": "tiny", **body, **given})
+                usage = answer["usage"]
+                assert usage.get("completion_tokens", usage.get("output_tokens")) == expected, path
+
+
+ASKS_BY_NAME = (  # whether there are calls, as Llama 3.1's template does
+    "{% for m in messages %}{% if 'tool_calls' not in m %}<{{ m.role }}>{{ m.content }}"
+    "{% elif m.tool_calls|length != 1 %}{{ raise_exception('only single tool-calls') }}{% else %}"
+    "<call>{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_message_without_calls(folder: Path, start: Any, tmp_path: Path) -> None:
+    """An answer that a client sends back with all of its entries is a message of those it has.
+
+    Also with an empty list of calls; a call stays one.
+    """
+    own = shutil.copytree(folder, tmp_path / "own")
+    (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": ASKS_BY_NAME}))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    user = {"role": "user", "content": "Hi"}
+    asked = ChatCompletionMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+    said = ChatCompletionMessage(role="assistant", content="yo").model_dump()
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(own / "tokenizer.json"))
+    llm = LLM(str(own), kv_cache_memory_bytes=4 << 20, dtype="float32", device="cpu")
+    with start(AsyncLLM(llm)) as server:
+        for answer, least in (
+            (said, {"role": "assistant", "content": "yo"}),
+            (said | {"tool_calls": []}, {"role": "assistant", "content": "yo"}),
+            (asked.model_dump(), {"role": "assistant", "content": "", "tool_calls": [call]}),
+        ):
+            written = reference.apply_chat_template(
+                [user, least, user], chat_template=ASKS_BY_NAME, return_dict=False
+            )
+            body = {"model": "tiny", "messages": [user, answer, user], "max_tokens": 1}
+            status, got = server.ask(
+                "POST", "/v1/chat/completions", {**body, "return_token_ids": True}
+            )
+            assert (status, got.get("prompt_token_ids")) == (200, written), got
+
+
 def test_developer_is_system(server: Any) -> None:
     """A developer's message is formatted as a system message."""
     messages = [{"role": "developer", "content": "Be short."}, MESSAGES[1]]
@@ -89,7 +155,7 @@ def test_logprobs(server: Any) -> None:
         assert len(entry.top_logprobs) == 2
         assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
         assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob > math.log(1 / 256)
-        assert bytes(entry.bytes).decode() == entry.token
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
     chunks = create(server, logprobs=True, top_logprobs=2, temperature=1.0, seed=1, stream=True)
     joined = [
         entry
@@ -100,6 +166,12 @@ def test_logprobs(server: Any) -> None:
     ]
     assert joined == content
     assert create(server, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    only = {"structured_outputs": {"choice": ["h\u00e9 \u20ac"]}}  # of several tokens each
+    (choice,) = create(server, logprobs=True, extra_body=only).choices
+    assert [[byte] for byte in choice.message.content.encode()] == [
+        entry.bytes for entry in choice.logprobs.content
+    ]
+    assert choice.message.content == "h\u00e9 \u20ac"
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]

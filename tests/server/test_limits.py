@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import resource
@@ -117,6 +118,36 @@ def test_a_client_that_keeps_the_server_waiting_is_cut_off(
     statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
     assert statuses == SLOW[client]
     until(lambda: not connections(impatient) and not impatient.llm._accepted)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_client_that_takes_some_is_not_cut_off(impatient: Any, until: Any, closes: bool) -> None:
+    """It takes a large answer slowly, without a pause; when it stops to take, it is cut off."""
+    data = json.dumps({"prompt": "abcdefgh" * 80_000, "return_token_strs": True}).encode()
+    close = b"Connection: close\r\n" if closes else b""
+    head = HEAD.replace(b"/v1/completions", b"/tokenize") + JSON.replace(b"1000", b"%d" % len(data))
+    asked = head.replace(b"Host", close + b"Host") + data
+    for stops in (False, True):
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", impatient.port))
+            connection.settimeout(60)
+            connection.sendall(asked)
+            head, _, said = connection.recv(1 << 12).partition(b"\r\n\r\n")
+            size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+            begin = time.monotonic()
+            while time.monotonic() < begin + 3 * SECONDS:
+                time.sleep(SECONDS / 50)
+                taken = connection.recv(1 << 12)
+                assert taken
+                said += taken
+            assert len(said) < size // 2
+            if stops:
+                until(lambda: not connections(impatient))
+            with contextlib.suppress(ConnectionResetError):
+                while len(said) < size and (more := connection.recv(1 << 20)):
+                    said += more
+        assert (len(said) < size) == stops
 
 
 def test_a_slow_answer_is_not_cut_off(impatient: Any) -> None:

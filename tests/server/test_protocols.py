@@ -392,6 +392,45 @@ def test_calls_and_outputs_in_responses(served: Any) -> None:
     assert json.loads(answer["output"][0]["content"][0]["text"]) == {"city": "Rome"}
 
 
+def test_what_one_turn_said_is_one_message() -> None:
+    """Any items between two others: calls are in one message, with the text beside them.
+
+    Two texts stay two messages, and reasoning is none. In chat completions, the same turns have
+    such messages.
+    """
+    kinds = {"t": "message", "c": "function_call", "r": "reasoning"}
+    expected = {  # texts and calls of each message
+        "c": [(None, "0")], "cc": [(None, "01")], "tc": [("0", "1")], "tcc": [("0", "12")],
+        "ct": [("1", "0")], "ctc": [("1", "02")], "t": [("0", "")], "tt": [("0", ""), ("1", "")],
+        "ttc": [("0", ""), ("1", "2")], "tct": [("0", "1"), ("2", "")], "rtrcrc": [("1", "35")],
+        "r": [],
+    }  # fmt: skip
+    user = {"role": "user", "content": "hi"}
+    for items, turns in expected.items():
+        given: list[dict[str, Any]] = [user]
+        for at, kind in enumerate(items):
+            item = {"role": "assistant", "content": str(at)} if kind == "t" else {}
+            if kind == "c":
+                item = {"call_id": str(at), "name": "f", "arguments": "{}"}
+            given.append({"type": kinds[kind], **item})
+        outputs = [
+            {"type": "function_call_output", "call_id": str(at), "output": "o"}
+            for at, kind in enumerate(items)
+            if kind == "c"
+        ]
+        body = responses.ResponsesBody(model="m", input=[*given, *outputs, user])
+        begun, *found, end = responses._chat_body(body).messages
+        assert begun == end == user
+        said = [each for each in found if each["role"] == "assistant"]
+        results = [("tool", each["call_id"], "o") for each in outputs]
+        assert [tuple(each.values()) for each in found[len(said) :]] == results
+        told = [
+            (each.get("content"), "".join(call["id"] for call in each.get("tool_calls", ())))
+            for each in said
+        ]
+        assert told == turns, items
+
+
 FUNCTION = {"name": "f", "description": "d"}
 FORMAT = {"type": "json_schema", "schema": SCHEMA}
 SAMPLED = {"temperature": 0.25, "top_p": 0.5, "seed": 7}

@@ -266,10 +266,11 @@ class _Messages(_Choices[ChatBody]):
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
         as_id, count = self.body.return_tokens_as_token_ids, self.body.top_logprobs or 0
+        bytes_of = self._generation.state.tokenizer().token_bytes
 
         def entry(token: int, logprob: Logprob) -> dict[str, Any]:
             text = _token_text(token, logprob, as_id=as_id)
-            return {"token": text, "logprob": _bounded(logprob), "bytes": [*text.encode()]}
+            return {"token": text, "logprob": _bounded(logprob), "bytes": [*bytes_of(token)]}
 
         content = [
             {

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +105,25 @@ class Connection(H11Protocol):
                 self._timer.cancel()
                 self._timer = None
         elif self._timer is None:
-            seconds = self._limits.client_seconds
-            self._timer = self.loop.call_later(seconds, self.transport.abort)
+            seconds, untaken = self._limits.client_seconds, self._untaken()
+            self._timer = self.loop.call_later(seconds, self._end_unless_taken, untaken)
+
+    def _end_unless_taken(self, before: int) -> None:
+        """End the connection, unless it waits for a client that has taken some of its answer."""
+        self._timer = None
+        takes = self.transport.is_closing() or self.flow.write_paused
+        if takes and self._untaken() < before:
+            self._watch()
+        else:
+            self.transport.abort()
+
+    def _untaken(self) -> int:
+        """Return how many bytes of answers are not taken: those here, and the system's."""
+        queued = b""
+        with suppress(OSError, ValueError):  # closed, or another system
+            number = self.transport.get_extra_info("socket").fileno()
+            queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
     def _waits(self) -> bool:
         if self.transport.is_closing() or self.flow.write_paused:

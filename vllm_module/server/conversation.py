@@ -29,7 +29,7 @@ async def begin(state: State, body: ChatBody, kind: str) -> Continuation:
 
     ``kind`` begins the id of the answer.
     """
-    most = state.engine(body.model).llm.model_config.max_model_len
+    state.engine(body.model)  # another model is refused first
     form = AnswerForm.of(body, state.formats)
     prompt = await state.chat_prompt(body.messages, body, form.tools)
     return Continuation(
@@ -38,8 +38,7 @@ async def begin(state: State, body: ChatBody, kind: str) -> Continuation:
         kind,
         [prompt],
         form,
-        # Without a limit, a message may be as long as the context allows.
-        max_tokens=body.max_completion_tokens or body.max_tokens or most,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured_outputs=form.structured_outputs,
         skip_special_tokens=False if form.reads_marks else None,
@@ -119,8 +118,9 @@ def checked_messages(
 def _checked(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message, which a body has at ``where``, as templates know it.
 
-    A developer's message is a system message: most templates know no other. Raises ``ApiError`` for
-    roles and parts that are not supported.
+    A developer's message is a system message: most templates know no other. Entries that are null
+    are left out, and so are calls of which there are none: templates ask whether there are any by
+    the name. Raises ``ApiError`` for roles and parts that are not supported.
     """
     role, content = message.get("role"), message.get("content")
 
@@ -136,7 +136,10 @@ def _checked(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if kind not in _TEXTS:
             what = shorten(part) if kind is None else f"type {shorten(kind)}"
             raise refusal(f"content[{at}] is not supported: only parts of text are, got {what}")
-    return {**message, "role": "system" if role == "developer" else role}
+    entries = {key: each for key, each in message.items() if each is not None}
+    if entries.get("tool_calls") == []:
+        del entries["tool_calls"]
+    return {**entries, "role": "system" if role == "developer" else role}
 
 
 def as_function(tool: Mapping[str, Any], kinds: Collection[Any], schema: str) -> dict[str, Any]:

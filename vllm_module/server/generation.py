@@ -87,6 +87,8 @@ class Continuation:
         self._llm = state.engine(body.model)
         defaults = self._llm.llm.get_default_sampling_params()
         recommended = {name: getattr(defaults, name) for name in defaults.model_fields_set}
+        if form is not None:  # else a message may be as long as the context allows
+            recommended.setdefault("max_tokens", None)
         given = {name: value for name, value in wanted.items() if value is not None}
         self._generates = given.get("max_tokens") != 0
         if not self._generates:

@@ -6,7 +6,7 @@ Names and events are those of https://www.openresponses.org. Nothing is stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -93,7 +93,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return body.as_chat(
         body.text.format,
-        messages=checked_messages("input", items, _messages, body.instructions),
+        messages=_joined(checked_messages("input", items, _messages, body.instructions)),
         max_tokens=body.max_output_tokens,
         tools=[as_function(tool, ("function",), "parameters") for tool in body.tools],
         tool_choice=choice,
@@ -116,6 +116,20 @@ def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
     elif kind != "reasoning":
         what = "is not supported: only messages, function calls and their outputs are, got"
         raise ApiError(400, f"{where} {what} {shorten(item if kind is None else kind)}", "input")
+
+
+def _joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which those of one turn, a text with its calls, are one."""
+    found: list[dict[str, Any]] = []
+    for each in messages:
+        before = found[-1] if found else {}
+        calls = [*before.get("tool_calls", ()), *each.get("tool_calls", ())]
+        same = before.get("role") == each["role"] == "assistant"
+        if same and calls and not ("content" in before and "content" in each):
+            found[-1] = {**before, **each, "tool_calls": calls}
+        else:
+            found.append(each)
+    return found
 
 
 class _Answer(BlocksAnswer):

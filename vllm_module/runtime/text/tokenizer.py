@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,12 @@ from vllm_module.weights.written_folder import NO_TOKENIZER
 
 _REPLACEMENT = "\ufffd"  # character that a decoder returns for bytes that are no whole character
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+# Byte-level tokenizers write a byte as its character, or as the next one of those from 256.
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {
+    chr(256 + at): byte for at, byte in enumerate(sorted({*range(256)}.difference(_SHOWN)))
+}
 _FEW = 2000  # characters, or tokens, that the library may take while it holds the GIL
 _MAX_INCOMPLETE = 3  # a UTF-8 character has at most 4 bytes, so at most 3 before the last
 
@@ -126,6 +133,22 @@ class Tokenizer:
             return self._tokenizer.id_to_token(ids)
         left_out = self.all_special_ids if skip_special_tokens else ()
         return [self._tokenizer.id_to_token(each) for each in _listed(ids) if each not in left_out]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, which may be a part of a character's.
+
+        Joined, those of tokens are their text, with the spaces that a decoder takes off a token
+        that is alone.
+        """
+        named, text = self.convert_ids_to_tokens(token_id), self.decode([token_id])
+        token = named if isinstance(named, str) else ""
+        spellings = [token.replace(_SPACE, " ").encode()]
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            spellings.append(bytes.fromhex(found[1]))
+        if _BYTES.keys() >= {*token}:
+            spellings.append(bytes(_BYTES[char] for char in token))
+        fitting = (each for each in spellings if each.decode(errors="replace").endswith(text))
+        return next(fitting, text.encode())
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
         """Return the text of tokens."""
