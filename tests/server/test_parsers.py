@@ -35,6 +35,7 @@ TOOLS = [
     }
 ]
 PARIS = ToolCall("get_weather", '{"city": "Paris", "days": 3}')
+NOW = ToolCall("now", "{}")
 Parsed = tuple[str, str, list[ToolCall]]
 
 
@@ -173,6 +174,15 @@ OTHERS: list[tuple[str, str, Parsed]] = [
         ("Hi", "Hm.", []),
     ),
     ("harmony", "no header", ("no header", "", [])),
+    # A list that is cut off, or goes on otherwise, has the calls before that.
+    (CHOSEN, '[{"name": "now", "parameters": {}},', ("", "", [NOW])),
+    (CHOSEN, '[{"name": "now"}, {"name": "f", "pa', (' {"name": "f", "pa', "", [NOW])),
+    (CHOSEN, '[{"name": "now"}, 5]', (" 5]", "", [NOW])),
+    (CHOSEN, '[{"name": "now"}]!', ("!", "", [NOW])),
+    (CHOSEN, '[{"name": 5}, {"name": "now"}]', ('[{"name": 5}, {"name": "now"}]', "", [])),
+    (CHOSEN, '[{"na', ('[{"na', "", [])),
+    (CHOSEN, "[]", ("[]", "", [])),
+    (CHOSEN, "no list", ("no list", "", [])),
 ]
 
 
@@ -215,6 +225,11 @@ def test_a_call_is_told_when_it_is_complete() -> None:
     assert parser.feed("I look <tool")[0].content == "I look"
     assert parser.feed('_call>{"name": "now"}</tool_call') == []
     assert [each.tool_call for each in parser.feed(">")] == [ToolCall("now", "{}")]
+    parser = Parser(CHOSEN)
+    assert parser.feed('[{"name": "now", "parameters": {}') == []
+    assert [each.tool_call for each in parser.feed("}")] == [NOW]
+    assert [each.tool_call for each in parser.feed(',{"name": "now"}')] == [NOW]
+    assert parser.feed("]") + parser.finish() == []
 
 
 FRAGMENTS = [

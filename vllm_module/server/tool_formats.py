@@ -236,12 +236,19 @@ def _calls_or(raw: str, calls: Sequence[ToolCall | None]) -> list[Delta]:
 
 
 def chosen(text: GrowingText, types: Types) -> Parse:
-    """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write."""
-    body = yield from take_json(text)
-    if body is not None:
-        listed = _loads(body)
-        calls = [_call(each) for each in listed] if isinstance(listed, list) else []
-        yield from _calls_or(body, calls)
+    """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write.
+
+    A list that was cut off has the calls before that, and the rest is content.
+    """
+    mark, raw = (yield from begins(text, "[")), "["
+    while mark and mark != "]":
+        body = yield from take_json(text)
+        call = _call(_loads(body or ""))
+        if call is None:
+            yield Delta(content=raw + (body or ""))
+            break
+        yield Delta(tool_call=call)
+        mark, raw = (yield from begins(text, ",", "]")), ""
     yield from until(text, (), "content")
 
 
