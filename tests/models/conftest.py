@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,12 @@ class Reference:
     @property
     def job(self) -> tuple[list[list[int]], int]:
         """The arguments of ``compute`` (in one_rank.py) after the folder."""
-        return self.prompts, STEPS
+        return self.prompts, len(self.step_logits)
+
+    def first(self, steps: int) -> Reference:
+        """Return the reference of fewer steps."""
+        tokens = [each[:steps] for each in self.tokens]
+        return replace(self, tokens=tokens, step_logits=self.step_logits[:steps])
 
     @property
     def is_robust(self) -> bool:

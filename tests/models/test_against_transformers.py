@@ -58,10 +58,14 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: Any, com
 def test_every_rank_computes_what_transformers_does(
     tiny: Any, compute: Any, name: str, size: int
 ) -> None:
-    """At any size, every rank computes transformers' logits and its 32 greedy tokens."""
+    """At any size, every rank computes transformers' logits and its first greedy tokens.
+
+    They are so many that sequences go on in another page, as a single rank's 32 do.
+    """
     checkpoint = tiny(name)
-    ranks = run_ranks(size, lambda rank: compute(checkpoint.folder, *checkpoint.reference.job))
-    checkpoint.reference.check(ranks[0])
+    reference = checkpoint.reference.first(12)
+    ranks = run_ranks(size, lambda rank: compute(checkpoint.folder, *reference.job))
+    reference.check(ranks[0])
     for other in ranks[1:]:
         assert torch.equal(other["step_logits"], ranks[0]["step_logits"])
         assert other["tokens"] == ranks[0]["tokens"]
