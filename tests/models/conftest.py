@@ -197,8 +197,8 @@ def make_checkpoint(folder: Path, config: dict[str, Any], first: int = 0) -> Che
     raise AssertionError
 
 
-# How a model is wired changes little of what these laws are about, which take most of the time. They
-# hold for all layers, and each for about a third of the models: "make laws" holds all for all.
+# How a model is wired changes little of what these laws are about, which take most of the time.
+# They hold for all layers, and each for a third of the models: "make laws" holds all for all.
 COSTLY = "assert_laid_out", "assert_cost_linear", "assert_pure"
 
 
