@@ -81,7 +81,12 @@ ORDER: list[Names] = [
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.at_length)]
+    "family",
+    [
+        pytest.param("llama", marks=pytest.mark.at_length),  # the other tests have it, too
+        "mixtral",
+        pytest.param("deepseek_v3", marks=pytest.mark.at_length),
+    ],
 )
 def test_one_graph_replays_steps_of_any_adapters(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
