@@ -198,6 +198,18 @@ def run_with_torch(
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _few_objects_to_look_at() -> Iterator[None]:
+    """Leave out of later garbage collections what the tests of a file have imported and cached.
+
+    A test that collects would look at it for a quarter of a second.
+    """
+    yield
+    if len(gc.get_objects(generation=2)) > 100_000:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _no_process_group() -> Iterator[None]:
     """Fail where the tests of a file leave a process group to those of the next."""
     yield
