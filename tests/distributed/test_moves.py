@@ -1,6 +1,6 @@
 """Weights that four ranks of a trainer send to four of an engine, of many families, in 8 processes.
 
-Without ``AT_LENGTH`` each family and each way of sharing is tried, and not all of them together.
+Without ``AT_LENGTH`` each way of sharing is tried, of some families.
 """
 
 from __future__ import annotations
