@@ -223,9 +223,11 @@ def start_command(*arguments: object, **options: Any) -> BaseProcess:
     return start_program(Path(spec.origin), *arguments, **options)
 
 
-def run_program(script: Path, *arguments: object, log: Path, limit: float = LIMIT) -> int:
+def run_program(
+    script: Path, *arguments: object, log: Path, limit: float = LIMIT, **options: Any
+) -> int:
     """Run ``script`` as ``start_program`` does, and return the exit code."""
-    process = start_program(script, *arguments, log=log)
+    process = start_program(script, *arguments, log=log, **options)
     try:
         process.join(limit)
         assert process.exitcode is not None, f"{script} has not ended within {limit:g} s"
