@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +171,8 @@ def run_with_torch(
     """
     folder = tmp_path_factory.mktemp("programs")
     command = [sys.executable, "-c", TORCH]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as parent:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as parent:
 
         def run(
             code: str,
@@ -188,13 +191,16 @@ def run_with_torch(
                 "environment": dict(os.environ if environment is None else environment),
             }
             print(json.dumps(program), file=parent.stdin, flush=True)
+            ended, _, _ = select.select([parent.stdout], [], [], 600.0)  # no test depends on it
+            assert ended, "the program does not end"
             status = int(parent.stdout.readline())
             out, err = ((folder / name).read_text() for name in ("out", "err"))
             return subprocess.CompletedProcess(code, status, out, err)
 
-        yield run
-        assert parent.stdin is not None
-        parent.stdin.close()
+        try:
+            yield run
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True, scope="module")
