@@ -196,7 +196,9 @@ def bytes_on_device(others: dict[int, Any]) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in memories}.values())
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_lora_rank": 32}])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"max_lora_rank": 32}, marks=pytest.mark.at_length)]
+)
 def test_adapters_sleep(tmp_path: Path, settings: dict[str, Any]) -> None:
     """A sleeping engine has no memory of adapters or slots on the device; updates are kept."""
     base, adapters = saved("llama", tmp_path)

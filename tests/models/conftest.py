@@ -199,7 +199,8 @@ def make_checkpoint(folder: Path, config: dict[str, Any], first: int = 0) -> Che
 
 # How a model is wired changes little of what these laws are about, which take most of the time.
 # They hold for all layers, and each for a third of the models: "make laws" holds all for all.
-COSTLY = "assert_laid_out", "assert_cost_linear", "assert_pure"
+# test_stages.py compares stages of each model with the whole.
+COSTLY = "assert_laid_out", "assert_cost_linear", "assert_pure", "assert_staged"
 
 
 @pytest.hookimpl(tryfirst=True)  # the other hook leaves out what is marked
