@@ -249,8 +249,11 @@ def _quantization_beside(folder: Path, entries: Mapping[str, Any]) -> dict[str, 
     """Return ``quantization_config`` of the files that say it for a config.json without one.
 
     ModelOpt writes hf_quant_config.json; AutoGPTQ wrote quantize_config.json, and AutoAWQ
-    quant_config.json, before config.json had the entry. MLX calls it ``quantization``.
+    quant_config.json, before config.json had the entry. MLX calls it ``quantization``, and
+    compressed-tensors called it ``compression_config``.
     """
+    if isinstance(compressed := entries.get("compression_config"), Mapping):
+        return {"quantization_config": {"quant_method": "compressed-tensors", **compressed}}
     if isinstance(entries.get("quantization"), Mapping):
         return {"quantization_config": entries["quantization"]}
     for name, method, names in _QUANTIZATION_FILES:

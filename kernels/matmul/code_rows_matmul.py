@@ -1,7 +1,9 @@
 """Products on a CPU by weights in codes, which are dequantized in its cache, and in floats.
 
 Numbers are float32, as in the products that dequantize a weight first. Only the order of sums
-differs. The loops need the extra ``cpu``.
+differs. Where the processor multiplies bfloat16, inputs of several rows in it are multiplied by
+codes whose values are rounded to it, as they would be in a model that is not quantized; sums are
+float32. The loops need the extra ``cpu``.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def code_rows_matmul(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply by a weight in codes or floats, in float32.
+    """Multiply by a weight in codes or floats, and add up in float32.
 
     Args:
         x: ``[..., input]``, bfloat16, float16 or float32, on the CPU.
@@ -103,7 +105,9 @@ def code_rows_matmul(
         dtype: dtype of the result; by default that of ``x``.
 
     Returns:
-        ``[..., output]``. The order of sums depends on the number of rows.
+        ``[..., output]``. The order of sums depends on the number of rows, and so does whether the
+        weight is rounded to bfloat16: for more rows than one of bfloat16, where the processor
+        multiplies such numbers.
 
     Raises:
         ImportError: numba is not installed.

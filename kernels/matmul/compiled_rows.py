@@ -3,8 +3,9 @@
 This is no operation by itself: it belongs to :mod:`~vllm_module.kernels.matmul.code_rows_matmul`.
 
 Four or eight rows of the weight are read as float32 into memory that stays in the cache, and
-multiplied by all rows of the input. If that is one row, the kinds used most are multiplied without
-writing their values, those of fewer bits sixteen at once
+multiplied by all rows of the input. If these are bfloat16, and the processor multiplies it, the
+values are rounded to it first, and twice as many are multiplied at once. One row is multiplied by
+the kinds used most without writing their values, those of fewer bits sixteen at once
 (:mod:`~vllm_module.kernels.rows.compiled_vectors`). Other loops have lengths that the compiler does
 not know, because it unrolls those that it knows instead of computing eight numbers at once.
 """
@@ -30,6 +31,7 @@ from vllm_module.kernels.rows.compiled_vectors import (
     prefetch,
     spread,
     tell_numba_of_vectors,
+    write_rounded,
     write_totals,
 )
 
@@ -186,6 +188,7 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
     each = 8 if down else 1  # outputs of a row in memory
     dtype, stored = STORED.get(kind, BYTES)
     pairs, itemsize = kind == BFLOAT16 and has_bfloat16(), dtype.itemsize
+    rounds = kind not in compiled_floats.VALUES and has_bfloat16()
     direct, count = kind == FLOAT32 or pairs, 32 if pairs else 16  # as stored, so many at once
     lines = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}.get(kind, 1)
     many = has_many_registers()
@@ -199,13 +202,17 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         at = numbers(argument, np.int64, (26,))
         zero, x_narrow, y_narrow, order = np.float32(at[0]), at[23], at[24], at[25]
         inputs = numbers(order, np.int64, (at[3] if order else 0,))
-        read = np.empty((at[2] if x_narrow or order else 0, at[3]), np.float32)
+        # Rows of bfloat16, if not one alone, are multiplied by weights that are rounded to it.
+        narrow = rounds and x_narrow and at[2] > 1
+        read = np.empty((at[2] if (x_narrow or order) and not narrow else 0, at[3]), np.float32)
         given = np.empty(at[3], np.float32)
         for row in range(len(read)):
             load(at[1] + (2 if x_narrow else 4) * row * at[3], x_narrow, given)
             for column in range(at[3]):
                 read[row, column] = given[inputs[column] if order else column]
+        # Of bfloat16 that is not read, only the shape is used.
         x = read if len(read) else numbers(at[1], np.float32, (at[2], at[3]))
+        bits = numbers(at[1], np.uint16, (at[2], at[3]))
         rows = numbers(at[4], stored, (at[5], at[6], at[7]))
         scales = numbers(at[8], np.float32, (at[9], at[10]))
         zeros = numbers(at[11], np.uint8, (at[12], at[13]))
@@ -224,15 +231,22 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
         if single:
             sum_up(only, sums)
         width = (columns + 15) // 16 * 16
-        padded = np.zeros((0 if single or width == columns else len(x), width), np.float32)
+        as_it_is = single or narrow or width == columns
+        padded = np.zeros((0 if as_it_is else len(x), width), np.float32)
         for row in range(len(padded)):
             padded[row, :columns] = x[row]
         given_rows = padded if len(padded) else x
+        even = (columns + 31) // 32 * 32
+        moved = np.zeros((len(x) if narrow and (order or even > columns) else 0, even), np.uint16)
+        for row in range(len(moved)):
+            for column in range(columns):
+                moved[row, column] = bits[row, inputs[column] if order else column]
         # For more rows, some stay in the nearest cache while eight outputs are computed, not four.
         together = 8 if down or (many and len(x) > 8) else 4
         values, tiles = np.zeros((together, width), np.float32), together // 4
         step = rows.shape[1] * rows.shape[2] * itemsize * together // each  # bytes, of all outputs
-        stored_rows = numbers(at[1], np.uint16, (at[2], at[3])) if pairs else x
+        rounded = np.zeros((together if narrow else 0, even), np.uint16)
+        stored_rows = bits if pairs else x
         as_stored = direct and not single and columns % count == 0 and (x_narrow or not pairs)
         fours = len(x) // 4 * 4 if many else 0
         parts = (outputs + AT_ONCE - 1) // AT_ONCE
@@ -256,7 +270,14 @@ def compiled_multiply(kind: int, ordered: bool) -> Any:
                         shift = np.uint32(4 * place[n - first])
                     own = values[n - first, :columns].reshape(planes, groups, size)
                     write(rows, n // each, scales, zeros, zero, table, n, shift, own)
-            if not single:
+            if rounds:
+                for n in range(len(rounded)):
+                    for k in range(0, width, 16):
+                        write_rounded(rounded, n * even + k, floats(values, n * width + k))
+                if narrow:
+                    own_rows, twice = moved if len(moved) else bits, 2 * lines
+                    _products(own_rows, rounded, 0, tiles, 32, y, first, following, twice, fours)
+            if not (single or narrow):
                 _products(given_rows, values, 0, tiles, 16, y, first, following, lines, fours)
         for row in range(len(products)):
             if begin < end:  # some outputs behind the last one are padding

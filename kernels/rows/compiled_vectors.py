@@ -81,6 +81,14 @@ def write_totals(array: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     raise NotImplementedError
 
 
+def write_rounded(array: Any, at: Any, of: Any) -> None:
+    """Write sixteen float32 as bfloat16 to a contiguous uint16 array, flat, from ``at`` on.
+
+    Each is rounded to the nearest, to the even one of two. Only where :func:`has_bfloat16`.
+    """
+    raise NotImplementedError
+
+
 def prefetch(address: Any) -> None:
     """Have the processor read 64 bytes into its cache; the address may be anywhere."""
     raise NotImplementedError
@@ -205,6 +213,14 @@ def tell_numba_of_vectors() -> None:
         function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         return builder.call(function, (sums, a, b))
 
+    def rounded_at(builder: Any, data: Any, at: Any, of: Any) -> Any:
+        name, own = "llvm.x86.avx512bf16.cvtneps2bf16.512", vector(Bfloat())
+        kind = ir.FunctionType(own, (of.type,))
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        address = builder.bitcast(builder.gep(data, [at]), own.as_pointer())
+        builder.store(builder.call(function, (of,)), address, align=2)
+        return ir.Constant(byte.as_pointer(), None)
+
     def shuffled(builder: Any, a: Any, b: Any, numbers: Any) -> Any:
         """Return two and two of each four of ``a`` and of ``b``, by their numbers in eight."""
         own = [
@@ -260,6 +276,7 @@ def tell_numba_of_vectors() -> None:
     tell(as_sixteenths, some_floats, (some_codes,), with_exponent(0x49000000))
     tell(total, types.float32, (some_floats,), summed)
     tell(write_totals, types.none, (of_floats, types.int64, *[some_floats] * 4), totals_written)
+    tell(write_rounded, types.none, (of_bits, types.int64, some_floats), rounded_at)
     tell(prefetch, types.none, (types.int64,), prefetched)
     for function, name in (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"):
         both = some_floats, some_floats

@@ -10,6 +10,7 @@ import torch
 
 from vllm_module.kernels.experts.few_tokens import takes_few_tokens
 from vllm_module.kernels.matmul.products import Products, products
+from vllm_module.kernels.rows.compiled_vectors import has_bfloat16
 
 
 def in_loops(reference: Callable[..., Any]) -> Any:
@@ -24,3 +25,12 @@ def in_loops(reference: Callable[..., Any]) -> Any:
             return reference(*arguments)
 
     return pytest.param(run, id=f"{reference.__name__} in loops")
+
+
+def as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return what the loops multiply rows ``x`` by, of a weight in codes, in float64.
+
+    Where the processor multiplies bfloat16, it is rounded to that for more rows than one of it.
+    """
+    rounds = x.dtype == torch.bfloat16 and x.numel() > x.shape[-1] and has_bfloat16()
+    return weight.float().bfloat16().double() if rounds else weight

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -23,6 +25,7 @@ from vllm_module.kernels.matmul.products import Products, products
 from vllm_module.kernels.matmul.scaled_matmul import scaled_matmul
 
 pytest.importorskip("numba")
+AS_MULTIPLIED = runpy.run_path(str(Path(__file__).parent / "in_loops.py"))["as_multiplied"]
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 OUTPUT, INPUT = 37, 256  # the last part of a thread has fewer outputs
 Case = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
@@ -218,6 +221,34 @@ def test_an_order_moves_codes_from_group_to_group(
     x = torch.randn(3, INPUT)
     torch.testing.assert_close(multiply(x).double(), x.double() @ weight.T, rtol=1e-4, atol=1e-3)
     assert len(calls) == loops
+
+
+def odd(outputs: int, inputs: int) -> Case:
+    weight, scale = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8), torch.rand(outputs)
+    scale = scale.unsqueeze(1)
+    block = 1, inputs
+    return lambda x: scaled_matmul(x, weight, scale, block), weight.double() * scale
+
+
+@pytest.mark.parametrize("case", [*CASES, "odd sizes", "half a register more"])
+def test_rows_of_bfloat16_are_multiplied_by_weights_rounded_to_it(
+    case: str, calls: list[int]
+) -> None:
+    """Where the processor multiplies such numbers; elsewhere, and for one row, by the weight.
+
+    Beyond that, errors are those of sums in float32, and of one rounding of the result.
+    """
+    torch.manual_seed(len(case))
+    sizes = {"odd sizes": (9, 250), "half a register more": (41, 272)}
+    multiply, weight = odd(*sizes[case]) if case in sizes else CASES[case]()
+    for rows in (1, 2, 4, 7, 64):
+        x = torch.randn(rows, weight.shape[1], dtype=torch.bfloat16)
+        y, given = multiply(x).double(), AS_MULTIPLIED(weight, x)
+        exact, terms = x.double() @ given.T, given.abs() + 2 * OFFSETS.get(case, 0.0)
+        bound = (weight.shape[1] + 4) * 2.0**-24 * (x.double().abs() @ terms.T)
+        assert ((y - exact).abs() <= bound + exact.abs() * 2.0**-8 + 1e-30).all()
+        assert torch.equal(y, multiply(x).double())
+    assert len(calls) == 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -25,6 +27,7 @@ EXPERTS, OUTPUT, INPUT = 5, 37, 256  # rows of outputs are padded
 COUNTS = 3, 0, 1, 9, 0  # rows of each expert; of 16 rows, the last three are other ranks'
 ROWS, TOP_K = 16, 2
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+AS_MULTIPLIED = runpy.run_path(str(Path(__file__).parent / "in_loops.py"))["as_multiplied"]
 Case = tuple[Any, torch.Tensor]  # a function of rows that are sorted, and weights in float64
 
 
@@ -56,10 +59,14 @@ def offsets_of(counts: tuple[int, ...]) -> torch.Tensor:
 def assert_within(
     y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, counts: Any, bias: Any = None
 ) -> None:
-    """Compare with float64: sums in float32 and one rounding of the result; then zeros."""
+    """Compare with float64: sums in float32 and one rounding of the result; then zeros.
+
+    A weight is what the loops multiply these rows by.
+    """
     first, biases = 0, torch.zeros(len(weight), 1) if bias is None else bias.double()
     for own, added, count in zip(weight, biases, counts, strict=True):
         rows, given = y[first : first + count].double(), x[first : first + count].double()
+        own = AS_MULTIPLIED(own, x[first : first + count])
         exact, most = given @ own.T + added, given.abs() @ own.abs().T + added.abs()
         bound = (x.shape[1] + 9) * 2.0**-24 * most + exact.abs() * torch.finfo(y.dtype).eps / 2
         assert bool(((rows - exact).abs() <= bound + 1e-30).all())

@@ -96,6 +96,26 @@ def test_fp8_of_modelopt_is_static_fp8_per_tensor(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_older_names_of_compressed_tensors(published: Any, edited: Any, size: int) -> None:
+    """The configuration was ``compression_config``, and scales of a cache outputs of layers."""
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
+            prefix, _, scale = name.rpartition(".")
+            tensors[f"{prefix}.{scale[0]}_proj.output_scale"] = tensors.pop(name)
+
+    theirs = published("ct-kv-cache")
+    folder: Path = edited(theirs, rename, None).folder
+    config = json.loads((theirs.folder / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    del config["compression_config"]["quant_method"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for one, other in run_ranks(size, lambda _: (loaded(theirs.folder), loaded(folder))):
+        assert_same_state(state(other), state(one), "under older names")
+        assert 0 < other.model.layers[0].self_attn.attn.k_scale.item() != 1
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from vllm_module import QuantizationConfig, vLLMModule
 from vllm_module.errors import (
@@ -365,3 +366,31 @@ def test_ranks_find_the_same_words_for_rules() -> None:
     words = [repr(each) for each in every]
     assert not [each for each in words if re.search(r" at 0x|object", each)]
     assert len({*words}) == len(words)  # and they tell the formats apart
+
+
+_ENTRIES: dict[str, dict[str, Any]] = {
+    "fp8": {"weight_block_size": [128, 128]},
+    "awq": {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "fbgemm_fp8": {},
+    "bitsandbytes": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("method", _ENTRIES)
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        "model.layers.1", "model.layers.*.mlp.down_proj", r"model\.layers\.(0|1)\.self_attn.*",
+        r".*\.mlp\..*", "model.layers.1.mlp.gate", "down_proj",
+    ],
+)  # fmt: skip
+def test_what_is_not_converted_is_what_transformers_leaves_out(method: str, skipped: str) -> None:
+    """An entry is the beginning of a name, its end, or a pattern of a beginning."""
+    entries = {"quant_method": method, **_ENTRIES[method], "modules_to_not_convert": [skipped]}
+    rules = rules_for(None, entries)
+    assert rules is not None
+    for layer, name in itertools.product(
+        (0, 1, 10), ("mlp.down_proj", "mlp.gate_proj", "self_attn.o_proj")
+    ):
+        path = f"model.layers.{layer}.{name}"
+        assert (rules.rule_of(path)[1] is not None) == should_convert_module(path, [skipped]), path

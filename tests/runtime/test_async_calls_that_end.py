@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
+from vllm_module.runtime.engine_thread import PauseMode
 
 ASYNC = runpy.run_path(str(Path(__file__).with_name("test_async_llm.py")))
 llm, sync = ASYNC["llm"], ASYNC["sync"]  # fixtures
@@ -187,3 +188,58 @@ def test_whoever_sleeps_and_leaves(llm: AsyncLLM) -> None:
     with pytest.raises(ValueError, match="mode should be 'abort' or 'wait', got 'no'"):
         run(llm.sleep(mode="no"))  # type: ignore[arg-type]  # that is the case
     assert not llm.is_paused
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_whoever_comes_while_an_engine_falls_asleep(llm: AsyncLLM, mode: PauseMode) -> None:
+    """Requests that come while others end do not keep an engine awake; it refuses them, asleep."""
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> tuple[()]:
+        waits.set()
+        assert goes_on.wait(60)
+        return ()
+
+    async def slept() -> list[Any]:
+        first = asyncio.ensure_future(last(llm, [1, 2, 3], LONG))
+        await until(lambda: llm.llm.engine.requests)
+        llm._thread.put(wait)  # the calls that follow are carried out between two steps
+        await until(waits.is_set)
+        sleeping = asyncio.ensure_future(llm.sleep(mode=mode))
+        await until(lambda: llm._thread._calls.qsize() == 1)
+        later = [asyncio.ensure_future(last(llm, [4, 5], LONG)) for _ in range(3)]
+        await until(lambda: llm._thread._calls.qsize() == 7)  # each is expected and added
+        goes_on.set()
+        await sleeping
+        assert llm.is_sleeping
+        (sample,) = (await first).outputs
+        assert sample.finish_reason == ("length" if mode == "wait" else "abort")
+        return await asyncio.gather(*later, return_exceptions=True)
+
+    try:
+        refused = run(slept())
+        assert len(refused) == 3
+        assert all("the engine sleeps: wake_up() first" in str(each) for each in refused)
+    finally:
+        if llm.is_sleeping:
+            run(llm.wake_up())
+    assert not llm.is_paused
+    assert len(tokens(run(last(llm, [4, 5], LONG)))[0]) == 120
+
+
+def test_whoever_waits_for_the_end_of_requests_hears_of_the_end(folder: Path) -> None:
+    """An engine that is closed while a call waits until requests have ended tells that call so."""
+
+    async def closed() -> list[Any]:
+        llm = AsyncLLM(LLM(str(folder), kv_cache_memory_bytes=1 << 20, dtype="float32"))
+        running = asyncio.ensure_future(last(llm, [1, 2, 3], LONG))
+        await until(lambda: llm.llm.engine.requests)
+        calls = [llm.sleep(mode="wait"), llm.pause("wait", clear_cache=False)]
+        waiting = [asyncio.ensure_future(each) for each in calls]
+        await until(lambda: len(llm._thread._drained) == 2)
+        await asyncio.to_thread(llm.close)
+        return await asyncio.gather(running, *waiting, return_exceptions=True)
+
+    for error in run(closed()):
+        assert isinstance(error, RuntimeError)
+        assert "the engine was closed" in str(error)

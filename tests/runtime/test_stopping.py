@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.outputs import request_output
@@ -15,10 +18,14 @@ from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.text.stopping import check_stop, complete_text
 
 
-def stopped(pieces: tuple[str, ...], stop: str, min_tokens: int) -> tuple[int, str] | None:
-    """Return after how many tokens, which add ``pieces``, a request ends, and its text."""
-    params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=16)
-    request = SimpleNamespace(params=params, prompt_len=1, streamed=True, max_len=16)
+def stopped(
+    pieces: Sequence[str], stop: str | list[str], min_tokens: int, keeps: bool = False
+) -> tuple[int, str, str] | None:
+    """Return after how many tokens, which add ``pieces``, a request ends, its text, and at what."""
+    params = SamplingParams(
+        stop=stop, min_tokens=min_tokens, max_tokens=64, include_stop_str_in_output=keeps
+    )
+    request = SimpleNamespace(params=params, prompt_len=1, streamed=True, max_len=64)
     sequence: Any = SimpleNamespace(
         request=request, tokens=[0], text="", stop_reason=None, grammar=None
     )
@@ -26,18 +33,23 @@ def stopped(pieces: tuple[str, ...], stop: str, min_tokens: int) -> tuple[int, s
     for token in range(len(pieces)):
         sequence.tokens.append(token)
         if check_stop(sequence, (), None) is not None:
-            assert sequence.stop_reason == stop
-            return token + 1, sequence.text
+            return token + 1, sequence.text, sequence.stop_reason
     return None
 
 
-def expected(pieces: tuple[str, ...], stop: str, min_tokens: int) -> tuple[int, str] | None:
-    """Look at every place of the text: a stop string counts with the token that its end is in."""
+def expected(
+    pieces: Sequence[str], stops: Sequence[str], min_tokens: int, keeps: bool = False
+) -> tuple[int, str, str] | None:
+    """Look at every place of the text: a stop string counts with the token that its end is in.
+
+    Where several end, the longest counts.
+    """
     for count in range(max(1, min_tokens), len(pieces) + 1):
         before, text = "".join(pieces[: count - 1]), "".join(pieces[:count])
         for end in range(len(before) + 1, len(text) + 1):
-            if text[:end].endswith(stop):
-                return count, text[: end - len(stop)]
+            for stop in sorted(stops, key=len, reverse=True):
+                if text[:end].endswith(stop):
+                    return count, text[:end] if keeps else text[: end - len(stop)], stop
     return None
 
 
@@ -46,7 +58,26 @@ def test_a_stop_string_counts_where_it_ends(stop: str) -> None:
     """One that ended before ``min_tokens`` ends nothing later; one that ends now does, wherever."""
     for pieces in product(["a", "b", "", "ba"], repeat=4):
         for least in (0, 2, 3):
-            assert stopped(pieces, stop, least) == expected(pieces, stop, least), (pieces, least)
+            assert stopped(pieces, stop, least) == expected(pieces, [stop], least), (pieces, least)
+
+
+@given(
+    pieces=st.lists(st.text("abc", max_size=6), max_size=6),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+    least=st.integers(0, 3),
+    keeps=st.booleans(),
+)
+@example(["ick"], ["k", "i"], 0, False)
+@example(["ab", "cab"], ["bca", "ca", "c"], 0, True)
+@example(["aab"], ["b", "aab", "ab"], 0, False)
+def test_of_several_stop_strings_the_first_counts(
+    pieces: list[str], stops: list[str], least: int, keeps: bool
+) -> None:
+    """In any order, within a token or across tokens, as the text has them and not as tokens do."""
+    assert stopped(pieces, stops, least, keeps) == expected(pieces, stops, least, keeps)
+    text = "".join(pieces)
+    at_once, by_character = (stopped(each, stops, 0, keeps) for each in ([text], text))
+    assert (at_once and at_once[1:]) == (by_character and by_character[1:])
 
 
 def ended(tokens: list[int], streamed: bool = True, **given: Any) -> tuple[Any, ...]:
@@ -83,7 +114,8 @@ REASONS: list[tuple[list[int], dict[str, Any], tuple[Any, ...]]] = [
     ([1, 5], {"stop": ["5"]}, (2, "stop", "5", "1")),
     ([1, 5], {"stop": ["5"], "include_stop_str_in_output": True}, (2, "stop", "5", "15")),
     ([1, 5], {"stop": ["15"]}, (2, "stop", "15", "")),
-    ([1, 5], {"stop": ["5", "15"]}, (2, "stop", "5", "1")),
+    # vLLM takes the first of the list, and its text depends on where tokens end.
+    ([1, 5], {"stop": ["5", "15"]}, (2, "stop", "15", "")),
     ([1, 5], {"stop": ["15", "5"]}, (2, "stop", "15", "")),
     ([1, 5, 5], {"stop": ["5"], "stop_token_ids": [5]}, (2, "stop", 5, "1")),
     ([1, 1, 5], {"stop": ["5"]}, (3, "stop", "5", "11")),  # with the last token, too

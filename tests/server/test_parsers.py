@@ -9,6 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vllm_module.server.growing_text import ToolCall
@@ -35,6 +38,7 @@ TOOLS = [
     }
 ]
 PARIS = ToolCall("get_weather", '{"city": "Paris", "days": 3}')
+NOW = ToolCall("now", "{}")
 Parsed = tuple[str, str, list[ToolCall]]
 
 
@@ -173,6 +177,15 @@ OTHERS: list[tuple[str, str, Parsed]] = [
         ("Hi", "Hm.", []),
     ),
     ("harmony", "no header", ("no header", "", [])),
+    # A list that is cut off, or goes on otherwise, has the calls before that.
+    (CHOSEN, '[{"name": "now", "parameters": {}},', ("", "", [NOW])),
+    (CHOSEN, '[{"name": "now"}, {"name": "f", "pa', (' {"name": "f", "pa', "", [NOW])),
+    (CHOSEN, '[{"name": "now"}, 5]', (" 5]", "", [NOW])),
+    (CHOSEN, '[{"name": "now"}]!', ("!", "", [NOW])),
+    (CHOSEN, '[{"name": 5}, {"name": "now"}]', ('[{"name": 5}, {"name": "now"}]', "", [])),
+    (CHOSEN, '[{"na', ('[{"na', "", [])),
+    (CHOSEN, "[]", ("[]", "", [])),
+    (CHOSEN, "no list", ("no list", "", [])),
 ]
 
 
@@ -189,6 +202,94 @@ def test_a_type_that_is_no_schema_s_is_none(kind: Any) -> None:
     function = {"name": "f", "parameters": {"properties": {"x": {"type": kind}}}}
     tools = [{"type": "function", "function": function}]
     assert parsed([text], "qwen3_coder", tools=tools) == ("", "", [ToolCall("f", '{"x": 1}')])
+
+
+NAMED: dict[str, Any] = {
+    "Zip": {"type": "string", "pattern": "^[0-9]+$"},
+    "a/b": {"enum": [1, "auto"]},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
+}
+TYPES = ["string", "integer", "number", "boolean", "null", "array", "object"]
+VALUES: list[Any] = [
+    *("90210", "x", "null", "true", "True", "auto", "[1]", "", "007"),
+    *(5, 1, -2.5, True, False, None, ["a"], [1], {"a": "b"}, {}),
+]
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.builds(lambda kind: {"type": kind}, st.sampled_from(TYPES)),
+        st.builds(lambda kind: {"type": [kind, "null"]}, st.sampled_from(TYPES)),
+        st.builds(
+            lambda *each: {"enum": [*each]}, st.sampled_from(VALUES), st.sampled_from(VALUES)
+        ),
+        st.builds(lambda value: {"const": value}, st.sampled_from(VALUES)),
+        st.just({"type": "string", "enum": ["x", "90210"]}),
+        st.just({"type": "array", "items": {"type": "string"}}),
+        st.builds(
+            lambda kind, name: {"$ref": f"#/{kind}/{name}"},
+            st.sampled_from(["$defs", "definitions"]),
+            st.sampled_from(["Zip", "a~1b", "a%7E1b", "Loop"]),
+        ),
+    ),
+    lambda parts: st.builds(
+        lambda key, *parts: {key: [*parts]}, st.sampled_from(["anyOf", "oneOf"]), parts, parts
+    ),
+    max_leaves=4,
+)
+
+
+def value_read(name: str, text: str, schema: Any) -> Any:
+    """Return what a format that writes values as text has read for a parameter of this schema."""
+    around = {
+        "qwen3_coder": "<tool_call><function=f><parameter=x>{}</parameter></function></tool_call>",
+        "glm": "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>",
+    }
+    parameters = {"properties": {"x": schema}, "$defs": NAMED, "definitions": NAMED}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    _, _, (call,) = parsed([around[name].replace("{}", text)], name, tools=tools)
+    return json.loads(call.arguments)["x"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+@given(schema=SCHEMAS, value=st.sampled_from(VALUES))
+@example({"anyOf": [{"type": "string"}, {"type": "null"}]}, "90210")
+@example({"enum": ["90210", "x"]}, "90210")
+@example({"$ref": "#/$defs/Zip"}, "90210")
+def test_a_value_is_read_as_one_of_its_schema(name: str, schema: Any, value: Any) -> None:
+    """JSON Schema's own validator accepts what is read, which is the value, or has its text."""
+    rules = Draft202012Validator({**schema, "$defs": NAMED, "definitions": NAMED})
+    assume("Loop" not in json.dumps(schema))  # which the validator follows without end
+    assume(rules.is_valid(value))
+    text = value if isinstance(value, str) else json.dumps(value)
+    read = value_read(name, text, schema)
+    assert rules.is_valid(read), read
+    assert (type(read), read) == (type(value), value) or text in (read, json.dumps(read))
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("True", {"type": "boolean"}, True),
+        ("FALSE", {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, False),
+        ("True", {"type": "string"}, "True"),
+        ("True", {}, "True"),
+        ("yes", {"type": "boolean"}, "yes"),
+        ("null", {"type": ["string", "null"]}, None),  # as vLLM; a template writes None so
+        ("null", {"type": "string"}, "null"),
+        ("5", {"type": ["string", "integer"]}, "5"),
+        ("5", {"$ref": "#/$defs/Loop"}, 5),
+        ("5", {"$ref": "#/$defs/Absent"}, 5),
+        ("5", {"$ref": "other.json#/Zip"}, 5),
+        ("91", {"enum": ["90", "x"]}, "91"),  # none of them, but one of their type
+        ("5", {"anyOf": 5, "enum": {}, "$ref": [], "type": {}}, 5),
+        ("5", {"allOf": [{"$ref": "#/$defs/Zip"}]}, "5"),
+        ("5", {"anyOf": [{}] * 5000 + [{"type": "string"}]}, 5),  # more than is looked at
+    ],
+)
+def test_types_of_values(text: str, schema: Any, value: Any) -> None:
+    """Words for truth in any case, null, references, and parts that are no schema."""
+    for name in ("qwen3_coder", "glm"):
+        read = value_read(name, text, schema)
+        assert (type(read), read) == (type(value), value)
 
 
 def test_reasoning_is_apart_from_content() -> None:
@@ -215,6 +316,11 @@ def test_a_call_is_told_when_it_is_complete() -> None:
     assert parser.feed("I look <tool")[0].content == "I look"
     assert parser.feed('_call>{"name": "now"}</tool_call') == []
     assert [each.tool_call for each in parser.feed(">")] == [ToolCall("now", "{}")]
+    parser = Parser(CHOSEN)
+    assert parser.feed('[{"name": "now", "parameters": {}') == []
+    assert [each.tool_call for each in parser.feed("}")] == [NOW]
+    assert [each.tool_call for each in parser.feed(',{"name": "now"}')] == [NOW]
+    assert parser.feed("]") + parser.finish() == []
 
 
 FRAGMENTS = [

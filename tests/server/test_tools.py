@@ -182,6 +182,30 @@ def test_calls_that_are_required(server: Any, choice: Any) -> None:
         assert message["calls"] == {0: [call.function.name, call.function.arguments]}
 
 
+def test_a_function_that_is_named_is_called_once(server: Any) -> None:
+    """OpenAI's named choice is one call, also for a model that goes on writing; its end is told."""
+    biases = bias(server, {"]": -100})  # a list ends only where the schema has it end
+    for body in ({"seed": seed, "logit_bias": biases} for seed in range(4)):
+        body |= {"tools": [NOW, WEATHER], "tool_choice": NAMED}
+        (found,) = create(server, **body).choices
+        assert (found.finish_reason, len(found.message.tool_calls)) == ("tool_calls", 1)
+        message, reason = streamed(server, **body)
+        assert (len(message["calls"]), reason) == (1, "tool_calls")
+
+
+def test_a_list_of_required_calls_that_is_cut_off_has_those_before(server: Any) -> None:
+    """A model that writes calls up to the limit is told as one that called, and was cut off."""
+    call = '{"name":"now","parameters":{}}'
+    body = {"tools": [NOW], "tool_choice": "required", "max_tokens": 1 + 3 * len(call)}
+    body["logit_bias"] = bias(server, {"]": -100})
+    (found,) = create(server, **body).choices
+    assert found.finish_reason == "length"
+    assert [each.function.name for each in found.message.tool_calls] == ["now"] * 2
+    message, reason = streamed(server, **body)
+    assert (message["calls"], reason) == ({0: ["now", "{}"], 1: ["now", "{}"]}, "length")
+    assert message["content"] == found.message.content == call[:-2]
+
+
 class Answer(BaseModel):
     city: str
     days: list[int]
@@ -363,7 +387,7 @@ def test_the_template_gets_the_tools_as_they_were_given(choice: Any, parallel: b
 
         weather, others = call("get_weather", city="Rome", day=2), choice == "required"
         assert schema.is_valid([weather])
-        assert schema.is_valid([weather, weather]) == parallel
+        assert schema.is_valid([weather, weather]) == (parallel and others)
         assert schema.is_valid([call("now")]) == schema.is_valid([call("bare", x=1)]) == others
         for wrong in (
             [], [call("get_weather", city="Rome", day=4)], [call("get_weather", city="Rome")],

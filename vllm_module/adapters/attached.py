@@ -14,7 +14,8 @@ def attach(adapter: Adapter, number: int, rows: AdapterRows, max_rank: int | Non
     Raises ``UnsupportedModelError`` if they cannot, or if a rank is larger than ``max_rank``; then
     nothing has changed.
     """
-    found = [(layer.base[0], layer.low_rank()) for layer in adapter.layers()]
+    layers = [layer for layer in adapter.layers() if not is_called_elsewhere(layer)]
+    found = [(layer.base[0], layer.low_rank()) for layer in layers]
     rank = max((weights.rank for _, weights in found), default=0)
     if max_rank is not None and rank > max_rank:
         raise UnsupportedModelError(
@@ -30,13 +31,18 @@ def attach(adapter: Adapter, number: int, rows: AdapterRows, max_rank: int | Non
         raise
 
 
+def is_called_elsewhere(layer: LoRALayer) -> bool:
+    """Return whether the base's layer is called by another pipeline stage than this one."""
+    return getattr(layer.base[0], "called_elsewhere", False)
+
+
 def check_used(adapter: Adapter, number: int) -> None:
     """Raise ``UnsupportedModelError`` if a step with the adapter has not used all of its layers.
 
     A layer of a class of the user's own may multiply in a way that nothing is added to.
     """
     for path, layer in adapter.named_modules():
-        if isinstance(layer, LoRALayer) and layer._parameters:
+        if isinstance(layer, LoRALayer) and layer._parameters and not is_called_elsewhere(layer):
             adapters = layer.base[0].adapters
             if adapters is None or not adapters.has_used(number):
                 raise UnsupportedModelError(

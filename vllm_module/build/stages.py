@@ -6,6 +6,8 @@ from torch import nn
 
 from vllm_module.distributed import PipelineStage
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.layers.embedding import VocabParallelEmbedding
+from vllm_module.layers.linear import LinearBase
 from vllm_module.layers.stages import OtherStage, StageLayers
 
 
@@ -44,6 +46,10 @@ def divide(model: nn.Module, stage: PipelineStage) -> None:
             shared = stage.rank in (0, last) and tied & _parameters([(above, name)])
             if stage.rank != end and not shared:
                 setattr(above, name, OtherStage(end, stage.size))
+            elif stage.rank != end:  # for its tensor alone
+                for module in above.get_submodule(name).modules():
+                    if isinstance(module, LinearBase | VocabParallelEmbedding):
+                        module.called_elsewhere = True
     held = (
         layer if number in own else OtherStage(number * stage.size // len(layers), stage.size)
         for number, layer in enumerate(layers)

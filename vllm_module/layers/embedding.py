@@ -28,11 +28,14 @@ class VocabParallelEmbedding(QuantizableLayer):
 
     Attributes:
         adapters: what LoRA adapters add to the rows; ``None`` while none adapts the layer.
+        called_elsewhere: True if another pipeline stage calls the layer, and this one holds it for
+            a tensor that it shares.
 
     """
 
     is_embedding = True
     adapters: LayerAdapters | None = None
+    called_elsewhere = False
 
     def __init__(
         self,

@@ -36,10 +36,13 @@ class LinearBase(QuantizableLayer):
 
     Attributes:
         adapters: what LoRA adapters add to the product; ``None`` while none adapts the layer.
+        called_elsewhere: True if another pipeline stage calls the layer, and this one holds it for
+            a tensor that it shares.
 
     """
 
     adapters: LayerAdapters | None = None
+    called_elsewhere = False
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from vllm_module.base.messages import shorten
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, ShardingError, UnsupportedModelError
 from vllm_module.quantization.eight_bit import EightBitMethod
-from vllm_module.quantization.kv_cache import QuantizableKVCache
+from vllm_module.quantization.kv_cache import KV_SCALES, QuantizableKVCache
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod
 from vllm_module.quantization.online_nf4 import OnlineNF4Method
 from vllm_module.quantization.scheme import EVERY_LAYER, Scheme
@@ -196,9 +196,14 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
             raise UnsupportedModelError(
                 f"{path} cannot be held in {scheme}: {error}. Leave the layer out (ignore)"
             ) from None
-    for module in modules.values():
+    for path, module in modules.items():
         if isinstance(module, QuantizableKVCache) and rules.kv_scales is not None:
             module.create_kv_scales(rules.kv_scales, optional=rules.kv_scales_are_optional)
+            above, _, name = path.rpartition(".")
+            if rules.kv_scales == KV_SCALES and isinstance(holder := modules[above], vLLMModule):
+                # Older compressed-tensors store the scale of what a projection puts out.
+                ends = {f"{scale[0]}_proj.output_scale": f"{name}.{scale}" for scale in KV_SCALES}
+                holder.weight_aliases = {**holder.weight_aliases, **ends}
 
 
 def _is_loaded(module: nn.Module) -> bool:

@@ -88,6 +88,14 @@ def _ignored(*lists: _Names) -> list[Rule]:
     return [(target, None) for names in lists for target in names or ()]
 
 
+def _parts_of_names(names: _Names) -> list[str]:
+    """Return targets for entries that transformers takes for patterns, if they look like some."""
+    return [
+        rf"re:(?:{name})(\.|\Z)" if _OF_PATTERNS.search(name) and name[:3] != "re:" else name
+        for name in names or ()
+    ]
+
+
 def _glob(target: str, star: str) -> str:
     """Return the pattern of ``target`` and what is below, in which a ``*`` stands for ``star``."""
     return rf"re:{re.escape(target)}(\.|\Z)".replace(r"\*", star)
@@ -106,7 +114,8 @@ class FP8Config(StoredConfig):
 
     def rules(self) -> Rules:
         # No published checkpoint quantizes the head, and not all of them list it as ignored.
-        ignored = _ignored(self.modules_to_not_convert, self.ignored_layers, ["lm_head"])
+        skipped = _parts_of_names(self.modules_to_not_convert)
+        ignored = _ignored(skipped, self.ignored_layers, ["lm_head"])
         kv_scales = KV_SCALES if self.kv_cache_scheme else None
         return Rules((*ignored, (EVERY_LAYER, self._scheme())), kv_scales=kv_scales)
 
@@ -141,7 +150,7 @@ class FBGEMMConfig(StoredConfig):
     modules_to_not_convert: _Names = None
 
     def rules(self) -> Rules:
-        ignored = _ignored(self.modules_to_not_convert, ["lm_head"])
+        ignored = _ignored(_parts_of_names(self.modules_to_not_convert), ["lm_head"])
         return Rules((*ignored, (EVERY_LAYER, Scheme("channel"))))
 
 
@@ -251,13 +260,8 @@ class BitsAndBytesConfig(StoredConfig):
         # transformers leaves the head out unless it is given a list.
         skipped = [*(self.llm_int8_skip_modules or ()), *(self.modules_to_not_convert or ())]
         head = ["lm_head"] if self.llm_int8_skip_modules is None else []
-        ignored = _ignored([*map(_part_of_name, skipped), *head])
+        ignored = _ignored(_parts_of_names(skipped), head)
         return Rules((*ignored, (EVERY_LAYER, method)))
-
-
-def _part_of_name(target: str) -> str:
-    """Return a target for an entry that transformers takes for a pattern, if it looks like one."""
-    return rf"re:(?:{target})(\.|\Z)" if _OF_PATTERNS.search(target) else target
 
 
 class _Settings(StoredConfig):
@@ -365,7 +369,7 @@ class AWQConfig(StoredConfig):
                 raise unsupported("group_size", "a positive number with gemv", self.group_size)
             method = GEMVMethod(AWQ_GEMV, 4, size, symmetric=False)
         # Nobody quantizes the head, and not everybody lists it.
-        ignored = _ignored(self.modules_to_not_convert, ["lm_head"])
+        ignored = _ignored(_parts_of_names(self.modules_to_not_convert), ["lm_head"])
         return Rules((*ignored, (EVERY_LAYER, method)))
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from vllm_module.base.messages import describe_error, shorten
+from vllm_module.base.messages import shorten
 from vllm_module.cooperative import SentBoxes
 from vllm_module.errors import EngineBusyError
 from vllm_module.runtime.engine_thread import EngineThread, Inbox, PauseMode
@@ -29,7 +29,6 @@ from vllm_module.runtime.llm import LLM
 from vllm_module.runtime.outputs import EmbeddingRequestOutput, RequestOutput
 from vllm_module.runtime.sampling.grammar import Grammar
 from vllm_module.runtime.sampling_params import SamplingParams
-from vllm_module.runtime.sequence import Request
 from vllm_module.runtime.text.prompts import (
     Prompt,
     Tokenization,
@@ -212,18 +211,7 @@ class AsyncLLM:
     async def call(self, function: Callable[[LLM], _T]) -> _T:
         """Call a function with the ``LLM`` between two steps, in the engine's thread."""
         result: Future[_T] = Future()
-
-        def run() -> Iterable[Request]:
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(function(self.llm))
-                except Exception as error:
-                    result.set_exception(error)
-                except BaseException as error:  # sys.exit() in a function, for example
-                    result.set_exception(RuntimeError(describe_error(error)))
-            return ()
-
-        self._thread.put(run)
+        self._thread.put(lambda: self._thread.carry_out(function, result))
         return await asyncio.wrap_future(result)
 
     async def abort(self, request_id: str) -> None:
@@ -246,11 +234,15 @@ class AsyncLLM:
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode should be 'abort', 'wait' or 'keep', got {shorten(mode)}")
-        drained: Future[None] = Future()
-        self._thread.put(lambda: self._thread.pause(mode, drained))
-        await asyncio.wrap_future(drained)
+        await self._pause(mode, lambda llm: None)
         if clear_cache:
             await self.reset_prefix_cache()
+
+    async def _pause(self, mode: PauseMode, then: Callable[[LLM], None]) -> None:
+        """Pause, and call ``then`` in the engine's thread while no request is there."""
+        result: Future[None] = Future()
+        self._thread.put(lambda: self._thread.pause(mode, result, then))
+        await asyncio.wrap_future(result)
 
     async def resume(self) -> None:
         """Compute steps again, with the requests that have waited."""
@@ -305,8 +297,7 @@ class AsyncLLM:
             )
         was_paused = self.is_paused
         try:  # the wait for running requests may be cancelled
-            await self.pause(mode, clear_cache=False)
-            await self.call(lambda llm: llm.sleep(level))
+            await self._pause(mode, lambda llm: llm.sleep(level))
         finally:
             if not was_paused:
                 await self.resume()

@@ -338,13 +338,16 @@ class Engine(RepeatedSteps):
         self.refusal = reason
         self._end_all(reason)
 
-    def resume(self) -> None:
+    def resume(self, *, start_over: bool = False) -> None:
         """Accept requests again; they reuse no keys and values computed before now.
 
-        Steps that are launched and not finished are computed again.
+        Steps that are launched and not finished are computed again; with ``start_over``, all keys
+        and values of running requests, too.
         """
         self.refusal = None
         self.drop()
+        if start_over:
+            self.scheduler.start_over(swapped=True)
         self.scheduler.reset_prefix_cache()
 
     def keep_logits(self) -> None:

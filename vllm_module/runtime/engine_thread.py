@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, TypeVar
 
 from vllm_module.base.messages import describe_error
 from vllm_module.runtime.llm import LLM
@@ -22,6 +22,7 @@ from vllm_module.runtime.text.prompts import Prompt, Tokenization
 PauseMode = Literal["abort", "wait", "keep"]
 Call = Callable[[], Iterable[Request]]  # returns the requests that it has added
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _CLOSED = "the engine was closed"
 
@@ -126,7 +127,7 @@ class EngineThread:
         self._closed = False
         self._news: dict[asyncio.AbstractEventLoop, list[_News]] = {}
         self._draining = False  # running requests end first, and new ones are held
-        self._drained: list[Future[None]] = []
+        self._drained: list[tuple[Future[None], Callable[[LLM], None]]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -151,10 +152,16 @@ class EngineThread:
 
     # From here on, everything runs in the thread.
 
-    def pause(self, mode: PauseMode, drained: Future[None]) -> Iterable[Request]:
-        """Compute no more steps, once running requests have ended as ``mode`` says."""
+    def pause(
+        self, mode: PauseMode, result: Future[None], then: Callable[[LLM], None]
+    ) -> Iterable[Request]:
+        """Compute no more steps, once running requests have ended as ``mode`` says.
+
+        ``then`` is called before those that wait for that are added, and ``result`` has what it
+        returns or raises.
+        """
         self.paused = True
-        self._drained.append(drained)
+        self._drained.append((result, then))
         if mode == "keep":
             return self._stop_draining()
         self._draining = True
@@ -168,14 +175,24 @@ class EngineThread:
         return self._stop_draining()
 
     def _stop_draining(self) -> list[Request]:
-        """Add the requests that have waited for the others' end, and tell who waits for it."""
+        """Carry out what waits for the end of requests, and add those that have waited, too."""
         self._draining = False
         drained, self._drained = self._drained, []
-        for each in drained:
-            if each.set_running_or_notify_cancel():  # its waiter may have been cancelled
-                each.set_result(None)
+        for result, then in drained:
+            self.carry_out(then, result)
         held = [add for _, add in self.coming.values() if add is not None]
         return [request for add in held for request in add()]
+
+    def carry_out(self, function: Callable[[LLM], _T], result: Future[_T]) -> Iterable[Request]:
+        """Call a function with the ``LLM``, unless the caller of ``result`` was cancelled."""
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(function(self.llm))
+            except Exception as error:
+                result.set_exception(error)
+            except BaseException as error:  # sys.exit() in a function, for example
+                result.set_exception(RuntimeError(describe_error(error)))
+        return ()
 
     def _run(self) -> None:
         engine = self.llm.engine
@@ -329,7 +346,10 @@ class EngineThread:
             for inbox in self.coming:
                 self._note(inbox, 0, RuntimeError(reason))
             self.coming.clear()
-            self._stop_draining()
+            for result, _ in self._drained:
+                if result.set_running_or_notify_cancel():
+                    result.set_exception(RuntimeError(reason))
+            self._drained.clear()
         self._tell()
 
 

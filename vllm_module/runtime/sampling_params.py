@@ -94,8 +94,8 @@ class SamplingParams(Settings):
         frequency_penalty: number in [-2, 2], subtracted once for each occurrence in the output.
         seed: seed of the random draws, from -2**63 to 2**64 - 1. The same seed and logits give the
             same tokens, whatever else is in the batch. None or -1 for a random seed.
-        stop: strings, none of them empty; the output ends at the first that occurs. One string
-            becomes a list, and None an empty one.
+        stop: strings, none of them empty; the output ends at the one that ends first in its text,
+            and where several do, at the longest. One string becomes a list, and None an empty one.
         stop_token_ids: tokens that end the output, besides the checkpoint's own; None for none.
         ignore_eos: True if the checkpoint's own end tokens do not end the output.
         max_tokens: largest number of tokens of the output, at least 1; None for as many as the

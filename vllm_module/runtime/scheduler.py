@@ -256,13 +256,18 @@ class Scheduler(Allocator):
             self.start_over()
         self.saved.forget_all()
 
-    def start_over(self) -> None:
+    def start_over(self, *, swapped: bool = False) -> None:
         """Move every running sequence back to the waiting ones, to compute all of its tokens again.
 
         This follows a step that failed or was dropped, if layers have states: the step may have
-        advanced any of them. Saved states stay, because no step advances them.
+        advanced any of them. Saved states stay, because no step advances them. With ``swapped``,
+        sequences that are swapped out to host memory are computed again, too.
         """
         self.in_flight.clear()
+        for sequence in self.waiting:
+            if swapped and sequence.host_pages:
+                self._free_pages(sequence)
+                self._free_host(sequence)
         for sequence in list(self.running):
             self.running.remove(sequence)
             self._free_pages(sequence)

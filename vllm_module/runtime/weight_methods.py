@@ -15,6 +15,7 @@ from vllm_module.core.digests import ModelDigest, digest_of
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
+from vllm_module.runtime.cache.kv_cache import has_stored_scales
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.expected_digests import update_and_compare
 from vllm_module.runtime.planned_layout import check_target, planned_layout
@@ -49,7 +50,8 @@ class WeightMethods:
         """Update weights of the running model in place, between two steps.
 
         Running requests keep the keys and values that are already computed; those of a model with
-        states start over if steps are in flight (async scheduling, pipeline stages). An update that
+        states start over if steps are in flight (async scheduling, pipeline stages), and those of
+        an 8-bit cache whose scales the checkpoint stores: an update may change them. One that
         is refused before anything was written changes nothing, and requests continue. If it fails
         later, they end with the reason as their ``error``, and new requests are refused until an
         update brings a whole checkpoint, or :meth:`reload_weights` succeeds.
@@ -339,4 +341,4 @@ class WeightMethods:
         if self.executor.sleeping == {"kv_cache"}:
             self.engine.fail("the KV cache sleeps: wake_up(tags=['kv_cache']) first")
         elif not self.executor.asleep:
-            self.engine.resume()
+            self.engine.resume(start_over=has_stored_scales(self.executor.worker.model))

@@ -120,7 +120,8 @@ def _checked(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     A developer's message is a system message: most templates know no other. Entries that are null
     are left out, and so are calls of which there are none: templates ask whether there are any by
-    the name. Raises ``ApiError`` for roles and parts that are not supported.
+    the name. Of the content they ask whether it is null, as DeepSeek's. Raises ``ApiError`` for
+    roles and parts that are not supported.
     """
     role, content = message.get("role"), message.get("content")
 
@@ -136,7 +137,7 @@ def _checked(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         if kind not in _TEXTS:
             what = shorten(part) if kind is None else f"type {shorten(kind)}"
             raise refusal(f"content[{at}] is not supported: only parts of text are, got {what}")
-    entries = {key: each for key, each in message.items() if each is not None}
+    entries = {key: each for key, each in message.items() if each is not None or key == "content"}
     if entries.get("tool_calls") == []:
         del entries["tool_calls"]
     return {**entries, "role": "system" if role == "developer" else role}

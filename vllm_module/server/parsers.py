@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_module.server.growing_text import Delta, GrowingText, begins, skip_space, until
-from vllm_module.server.tool_formats import CHOSEN, FORMATS, Parse, Types, chosen
+from vllm_module.server.tool_formats import CHOSEN, FORMATS, Parse, Schemas, chosen
 
 # What a chat template writes around calls, and the format that this tells; the first counts.
 _TOLD_BY = {
@@ -57,7 +57,7 @@ class Parser:
         if name not in (None, CHOSEN, *FORMATS):
             raise ValueError(f"no format of tool calls is named {name!r}: {', '.join(FORMATS)}")
         self._text = GrowingText()
-        self._parse = _message(self._text, name, reasoning, reasons, types_of(tools))
+        self._parse = _message(self._text, name, reasoning, reasons, schemas_of(tools))
 
     def feed(self, text: str) -> list[Delta]:
         """Return the deltas that ``text``, which follows what was given before, decides."""
@@ -99,19 +99,14 @@ class Parser:
         return found
 
 
-def types_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the schema's type of each parameter of each tool; what is no schema has none."""
-    found: dict[str, dict[str, Any]] = {}
+def schemas_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the schema of each tool's parameters; a tool without one has none."""
+    found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
-        function: Any = tool.get("function", tool)
-        try:
-            properties = function["parameters"]["properties"]
-            kinds = {key: each.get("type") for key, each in properties.items()}
-            found[function["name"]] = {
-                key: kind if isinstance(kind, (str, list)) else None for key, kind in kinds.items()
-            }
-        except (KeyError, TypeError, AttributeError):
-            continue
+        function = tool.get("function", tool)
+        schema = function.get("parameters") if isinstance(function, Mapping) else None
+        if isinstance(schema, Mapping) and isinstance(function.get("name"), str):
+            found[function["name"]] = schema
     return found
 
 
@@ -120,7 +115,7 @@ def _message(
     name: str | None,
     reasoning: tuple[str, str] | None,
     reasons: bool,
-    types: Types,
+    schemas: Schemas,
 ) -> Parse:
     if reasoning is not None and name != "harmony":  # whose channels are reasoning, too
         begin, end = reasoning
@@ -132,7 +127,7 @@ def _message(
         yield from until(text, (), "content")
     else:
         read = chosen if name == CHOSEN else FORMATS[name]
-        yield from read(text, types)
+        yield from read(text, schemas)
 
 
 def format_of(template: str) -> str | None:

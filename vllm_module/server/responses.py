@@ -125,8 +125,10 @@ def _joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         before = found[-1] if found else {}
         calls = [*before.get("tool_calls", ()), *each.get("tool_calls", ())]
         same = before.get("role") == each["role"] == "assistant"
-        if same and calls and not ("content" in before and "content" in each):
-            found[-1] = {**before, **each, "tool_calls": calls}
+        texts = [own["content"] for own in (before, each) if own.get("content") is not None]
+        if same and calls and len(texts) < 2:
+            content = texts[0] if texts else None
+            found[-1] = {**before, **each, "content": content, "tool_calls": calls}
         else:
             found.append(each)
     return found

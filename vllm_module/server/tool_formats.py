@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from vllm_module.server.growing_text import (
     SPACE,
@@ -28,12 +29,17 @@ from vllm_module.server.growing_text import (
 _NAME = re.compile(r"[^\s<>{}\[\]\"'`|]{1,256}")
 
 Parse: TypeAlias = Generator[Delta | None, None, None]
-# The types of a tool's parameters, by tool and parameter, for formats that write values as text.
-Types: TypeAlias = Mapping[str, Mapping[str, Any]]
-Format: TypeAlias = Callable[[GrowingText, Types], Parse]
+# The schema of each tool's parameters, for formats that write values as text.
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
+Format: TypeAlias = Callable[[GrowingText, Schemas], Parse]
+_MOST_SCHEMAS = 1000  # schemas and constants that are looked at for one value
+_KINDS: dict[type, str] = {
+    str: "string", bool: "boolean", int: "number", float: "number", type(None): "null",
+    list: "array", dict: "object",
+}  # fmt: skip
 
 
-def _hermes(text: GrowingText, types: Types) -> Parse:
+def _hermes(text: GrowingText, schemas: Schemas) -> Parse:
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Qwen 2.5 and 3, Hermes."""
     begin, end = "<tool_call>", "</tool_call>"
     while (yield from until(text, (begin,), "content")):
@@ -44,7 +50,7 @@ def _hermes(text: GrowingText, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _qwen3_coder(text: GrowingText, types: Types) -> Parse:
+def _qwen3_coder(text: GrowingText, schemas: Schemas) -> Parse:
     """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``."""
     begin, end = "<tool_call>", "</tool_call>"
     while (yield from until(text, (begin,), "content")):
@@ -53,18 +59,18 @@ def _qwen3_coder(text: GrowingText, types: Types) -> Parse:
         name, _, values = function.removeprefix("<function=").partition(">")
         pairs = _pairs(values.removesuffix("</function>"), "<parameter=", ">", "</parameter>")
         wrong = not (function.startswith("<function=") and function.endswith("</function>"))
-        yield from _calls_or(raw, [None if wrong else _of_texts(name, pairs, types)])
+        yield from _calls_or(raw, [None if wrong else _of_texts(name, pairs, schemas)])
         yield from skip_blank(text)
 
 
-def _glm(text: GrowingText, types: Types) -> Parse:
+def _glm(text: GrowingText, schemas: Schemas) -> Parse:
     """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM 4.5 to 4.7."""
     begin, end = "<tool_call>", "</tool_call>"
     while (yield from until(text, (begin,), "content")):
         body, raw = yield from take_section(text, begin, end)
         name, key, values = (body or "").partition("<arg_key>")
         pairs = _pairs(key + values, "<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>")
-        yield from _calls_or(raw, [None if body is None else _of_texts(name, pairs, types)])
+        yield from _calls_or(raw, [None if body is None else _of_texts(name, pairs, schemas)])
         yield from skip_blank(text)
 
 
@@ -83,25 +89,80 @@ def _pairs(
     return None if after.strip(SPACE) else found
 
 
-def _of_texts(name: str, pairs: Sequence[tuple[str, str]] | None, types: Types) -> ToolCall | None:
-    """Return a call whose values are written as text: JSON, unless the schema has a string.
+def _of_texts(
+    name: str, pairs: Sequence[tuple[str, str]] | None, schemas: Schemas
+) -> ToolCall | None:
+    """Return a call whose values are written as text.
 
     A line break after the value's mark and one before the next are not part of it.
     """
     name = name.strip(SPACE)
     if pairs is None or not _NAME.fullmatch(name):
         return None
-    of_tool, values = types.get(name, {}), {}
+    root, values = schemas.get(name, {}), {}
+    given = root.get("properties")
+    known: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     for key, value in pairs:
-        value = value.removeprefix("\n").removesuffix("\n")
-        kinds = of_tool.get(key, "string")
-        parsed = None if "string" in (kinds or ()) else _loads(value)
-        is_null = "string" not in (kinds or ()) and value.strip(SPACE) == "null"
-        values[key] = None if is_null else value if parsed is None else parsed
+        text = value.removeprefix("\n").removesuffix("\n")
+        values[key] = _of_text(text, known[key], root) if key in known else text
     return ToolCall(name, json.dumps(values, ensure_ascii=False))
 
 
-def _llama3(text: GrowingText, types: Types) -> Parse:
+def _of_text(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the value that a text is: JSON, unless the schema has a string; else the text."""
+    types, constants = _allowed(schema, root)
+    kinds = types | {_KINDS[type(each)] for each in constants}
+    word = text.strip(SPACE).lower()
+    if text in constants:
+        return text
+    if text.strip(SPACE) == "null" and ("null" in kinds or "string" not in kinds):
+        return None
+    value = word == "true" if "boolean" in kinds and word in ("true", "false") else _loads(text)
+    if any(type(each) is type(value) and each == value for each in constants):
+        return value
+    is_text = "string" in types or ("string" in kinds and _KINDS[type(value)] not in types)
+    return text if value is None or is_text else value
+
+
+def _allowed(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], list[Any]]:
+    """Return the types that a schema names, itself or by its parts, and the constants.
+
+    Integers are numbers. ``root`` is what references are of. Damaged parts name none.
+    """
+    types, constants = set[str](), list[Any]()
+    left, followed, looked_at = [schema], set[str](), 0
+    while left and looked_at + len(constants) < _MOST_SCHEMAS:
+        each = left.pop()
+        looked_at += 1
+        if not isinstance(each, Mapping):
+            continue
+        kind, enum, reference = (each.get(key) for key in ("type", "enum", "$ref"))
+        enum = [each["const"]] if "const" in each else enum
+        if isinstance(enum, list):  # which says more than the type beside it
+            constants += enum[:_MOST_SCHEMAS]
+        else:
+            names = kind if isinstance(kind, list) else [kind]
+            types.update("number" if n == "integer" else n for n in names if isinstance(n, str))
+        for key in ("anyOf", "oneOf", "allOf"):
+            parts = each.get(key)
+            left += parts[:_MOST_SCHEMAS] if isinstance(parts, list) else ()
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            left.append(_referenced(reference, root))
+    return types, constants
+
+
+def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return what a JSON pointer such as ``#/$defs/Name`` points to; None for anything else."""
+    first, *names = reference.split("/", 20)
+    found: Any = root if first == "#" else None
+    for name in names:
+        key = unquote(name).replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _llama3(text: GrowingText, schemas: Schemas) -> Parse:
     """``{"name": …, "parameters": {…}}`` and nothing else; several have ``;`` between them."""
     tag = yield from begins(text, "<|python_tag|>")
     raw, calls, separator = tag, [], ";"
@@ -119,7 +180,7 @@ def _llama3(text: GrowingText, types: Types) -> Parse:
     yield from until(text, (), "content")
 
 
-def _mistral(text: GrowingText, types: Types) -> Parse:
+def _mistral(text: GrowingText, schemas: Schemas) -> Parse:
     """``[TOOL_CALLS][{"name": …, "arguments": {…}}]`` or ``[TOOL_CALLS]f[ARGS]{…}``."""
     begin = "[TOOL_CALLS]"
     while (yield from until(text, (begin,), "content")):
@@ -139,7 +200,7 @@ def _mistral(text: GrowingText, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _deepseek(text: GrowingText, types: Types) -> Parse:
+def _deepseek(text: GrowingText, schemas: Schemas) -> Parse:
     """``<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}``: DeepSeek V3.1. V3 and R1 write more beside."""
     sections, section_ends = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -156,7 +217,7 @@ def _deepseek(text: GrowingText, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _kimi(text: GrowingText, types: Types) -> Parse:
+def _kimi(text: GrowingText, schemas: Schemas) -> Parse:
     """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}``: Kimi K2."""
     sections, section_ends = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     begin, separator = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
@@ -172,7 +233,7 @@ def _kimi(text: GrowingText, types: Types) -> Parse:
         yield from skip_blank(text)
 
 
-def _harmony(text: GrowingText, types: Types) -> Parse:
+def _harmony(text: GrowingText, schemas: Schemas) -> Parse:
     """gpt-oss: messages in channels, of which a header names channel and recipient.
 
     https://cookbook.openai.com/articles/openai-harmony. The prompt ends within the first header.
@@ -235,13 +296,20 @@ def _calls_or(raw: str, calls: Sequence[ToolCall | None]) -> list[Delta]:
     return [Delta(tool_call=call) for call in calls]
 
 
-def chosen(text: GrowingText, types: Types) -> Parse:
-    """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write."""
-    body = yield from take_json(text)
-    if body is not None:
-        listed = _loads(body)
-        calls = [_call(each) for each in listed] if isinstance(listed, list) else []
-        yield from _calls_or(body, calls)
+def chosen(text: GrowingText, schemas: Schemas) -> Parse:
+    """``[{"name": …, "parameters": {…}}]``, which a schema has made the model write.
+
+    A list that was cut off has the calls before that, and the rest is content.
+    """
+    mark, raw = (yield from begins(text, "[")), "["
+    while mark and mark != "]":
+        body = yield from take_json(text)
+        call = _call(_loads(body or ""))
+        if call is None:
+            yield Delta(content=raw + (body or ""))
+            break
+        yield Delta(tool_call=call)
+        mark, raw = (yield from begins(text, ",", "]")), ""
     yield from until(text, (), "content")
 
 

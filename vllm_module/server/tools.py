@@ -87,7 +87,8 @@ class AnswerForm:
             if structured is not None:
                 message = "response_format and a tool_choice that wants calls exclude each other"
                 raise ApiError(400, message, "response_format")
-            structured = {"json": _schema_of_calls(chosen, body.parallel_tool_calls)}
+            several = body.parallel_tool_calls and body.tool_choice == "required"
+            structured = {"json": _schema_of_calls(chosen, several)}
         if structured is not None and "structured_outputs" in body.sampling:
             other = "a tool_choice that wants calls" if chosen is not None else "response_format"
             message = f"structured_outputs and {other} exclude each other"

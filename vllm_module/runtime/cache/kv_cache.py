@@ -17,6 +17,14 @@ from vllm_module.runtime.step_inputs import Moves
 _ALIGNMENT = 64  # bytes, as of torch's own memory
 
 
+def has_stored_scales(model: vLLMModule) -> bool:
+    """Return whether what a model's cache holds depends on scales that are weights."""
+    layers = ((each.kv_cache, each.k_scale) for each in attention_layers(model))
+    return any(
+        scale is not None and cache is not None and cache.itemsize == 1 for cache, scale in layers
+    )
+
+
 def attention_layers(model: vLLMModule) -> list[QuantizableKVCache]:
     """Return the layers of ``model`` that have a KV cache."""
     return [module for module in model.modules() if isinstance(module, QuantizableKVCache)]

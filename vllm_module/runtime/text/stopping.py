@@ -56,16 +56,20 @@ def _next_text(sequence: Sequence, token: int, tokenizer: Tokenizer | None) -> s
 
 
 def _cut_at_stop_string(sequence: Sequence, start: int) -> bool:
-    """Cut the text at a stop string that ends after ``start``; return whether one was found."""
-    params = sequence.request.params
-    for stop in params.stop:
-        index = sequence.text.find(stop, max(0, start - len(stop) + 1))
-        if index >= 0:
-            end = index + len(stop) if params.include_stop_str_in_output else index
-            sequence.text = sequence.text[:end]
-            sequence.stop_reason = stop
-            return True
-    return False
+    """Cut the text at a stop string that ends after ``start``; return whether one was found.
+
+    Of several, the one that ends first counts, and of those the longest.
+    """
+    params, text = sequence.request.params, sequence.text
+    found = [
+        (index + len(stop), index, stop)
+        for stop in params.stop
+        if (index := text.find(stop, max(0, start - len(stop) + 1))) >= 0
+    ]
+    if found:
+        end, begin, sequence.stop_reason = min(found)
+        sequence.text = text[: end if params.include_stop_str_in_output else begin]
+    return bool(found)
 
 
 def complete_text(sequence: Sequence, tokenizer: Tokenizer | None) -> None:

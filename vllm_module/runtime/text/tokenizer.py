@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -374,8 +375,8 @@ class Tokenizer:
 class TextStream:
     """Decodes tokens one at a time into pieces of text that end with a whole character.
 
-    All pieces and the result of :meth:`finish` add up to the text after the prompt. A prompt whose
-    text ends with U+FFFD is assumed to end inside a character.
+    All pieces and the result of :meth:`finish` add up to the text after the prompt. A prompt that
+    ends inside a character has U+FFFD there, until the output completes it.
     """
 
     def __init__(
@@ -386,27 +387,20 @@ class TextStream:
         # A token's text depends on the tokens just before it, but not on all of them. So decoding
         # starts at the piece before the last one (_start), and not at the first token.
         self._start, self._end = 0, len(self._ids)
-        text = self._decode(self._ids)
-        self._returned = _without_incomplete(text)
-        for less in range(1, _MAX_INCOMPLETE + 1) if text.endswith(_REPLACEMENT) else ():
-            # To the beginning of the character that the prompt ends inside of.
-            before = self._decode(self._ids[:-less])
-            if not before.endswith(_REPLACEMENT):
-                self._end = max(0, len(self._ids) - less)
-                if not self._returned.startswith(before):
-                    self._returned = before
-                break
+        self._returned = self._decode(self._ids)
+        self._prompts = self._shorter(self._returned)
 
     def push(self, token: int) -> str:
         """Return the text that ``token`` completes; empty if its character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
-        whole = _without_incomplete(text)
+        whole = self._without_incomplete(text)
+        if self._prompts and not self._returned.startswith(whole):
+            self._end_prompt(whole)
+        piece = self._new_part(whole)
         if whole != text:
-            piece = self._new_part(whole)
             self._returned += piece
             return piece
-        piece = self._new_part(text)
         if not text.startswith(self._returned):  # the new token changed the text before it
             piece = self._decode(self._ids[self._end :])
         if piece:
@@ -421,11 +415,36 @@ class TextStream:
     def _new_part(self, text: str) -> str:
         return text[len(self._returned) :] if text.startswith(self._returned) else ""
 
+    def _shorter(self, text: str) -> list[str]:
+        """Return ``text``, that of the tokens, without the last ones that one character may have.
 
-def _without_incomplete(text: str) -> str:
-    """Return ``text`` without a last character that more bytes could complete."""
-    whole = text.rstrip(_REPLACEMENT)
-    return text[: max(len(whole), len(text) - _MAX_INCOMPLETE)]
+        Empty if ``text`` ends with a whole character.
+        """
+        if not text.endswith(_REPLACEMENT):
+            return []
+        ids = self._ids[self._start :]
+        return [self._decode(ids[: max(0, len(ids) - n)]) for n in range(_MAX_INCOMPLETE + 1)]
+
+    def _end_prompt(self, whole: str) -> None:
+        """Find what ``whole`` has of the prompt: all, or what is before the character it completes.
+
+        Decoding will start there, or where the prompt's last character begins.
+        """
+        begun = [less for less, text in enumerate(self._prompts) if whole.startswith(text)]
+        if begun:
+            less = begun[0] and max(begun, key=lambda less: len(self._prompts[less]))
+            self._returned = self._prompts[less]
+            ends = (n for n, text in enumerate(self._prompts) if not text.endswith(_REPLACEMENT))
+            self._end = max(0, self._end - (less or next(ends, 0)))
+        self._prompts = []
+
+    def _without_incomplete(self, text: str) -> str:
+        """Return the beginning of ``text`` that more tokens leave as it is."""
+        whole = text.rstrip(_REPLACEMENT)
+        if len(text) - len(whole) <= _MAX_INCOMPLETE:
+            return whole
+        # Some decoders write U+FFFD for each byte of whole characters before an incomplete one.
+        return commonprefix(self._shorter(text))  # noqa: RUF071  # characters, and no paths
 
 
 def _listed(ids: Any) -> list[int]:
