@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_module.runtime.engine import NOTHING_LEFT
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -117,8 +118,8 @@ class Continuation:
             async for prompt, output in outputs:
                 self._outputs[prompt] = output
                 if output.error is not None:
-                    own = output.error.startswith("structured_outputs: ")  # the client's grammar
-                    raise ApiError(400 if own else 500, output.error)
+                    own = output.error.startswith(("structured_outputs: ", NOTHING_LEFT))
+                    raise ApiError(400 if own else 500, output.error)  # own: of the request
                 for sample in output.outputs:
                     index = prompt * self.params.n + sample.index
                     characters, tokens = told.get(index, nothing)
