@@ -68,7 +68,7 @@ async def completions(state: State, body: CompletionBody) -> Answer:
 
 async def chat_completions(state: State, body: ChatBody) -> Answer:
     """Answer a conversation."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     body.messages = checked_messages("messages", body.messages)
     answer = _Messages(body, await begin(state, body, "chatcmpl"))
