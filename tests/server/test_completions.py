@@ -205,6 +205,30 @@ def test_echo_of_a_request_that_is_aborted(
         assert chunks["lists"] == found.model_dump()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_samples_of_a_request_that_is_aborted_at_its_beginning(
+    server: Any, until: Any, stream: bool
+) -> None:
+    """There are as many choices as were asked for, of each prompt, with a reason."""
+    requests, found = server.llm.llm.engine.requests, list[Any]()
+    body: dict[str, Any] = {"prompt": ["hello", "a"], "n": 3, "max_tokens": 5}
+    asyncio.run(server.llm.pause("keep"))
+    thread = threading.Thread(
+        target=lambda: found.append(streamed(server, **body) if stream else whole(server, **body))
+    )
+    thread.start()
+    until(lambda: len(requests) == len(body["prompt"]))
+    for each in [*requests]:
+        asyncio.run(server.llm.abort(each))
+    thread.join()
+    asyncio.run(server.llm.resume())
+    if stream:
+        told = [(number, each["text"], each["reason"]) for number, each in found[0].items()]
+    else:
+        told = [(each.index, each.text, each.finish_reason) for each in found[0].choices]
+    assert sorted(told) == [(number, "", "abort") for number in range(6)]
+
+
 def test_stop_strings_and_usage_at_the_end(server: Any) -> None:
     """A stop string ends the text in both ways; usage comes in a chunk of its own."""
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 30}

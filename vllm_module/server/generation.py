@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_module.runtime.engine import NOTHING_LEFT
@@ -120,7 +120,13 @@ class Continuation:
                 if output.error is not None:
                     own = output.error.startswith(("structured_outputs: ", NOTHING_LEFT))
                     raise ApiError(400 if own else 500, output.error)  # own: of the request
-                for sample in output.outputs:
+                samples = [*output.outputs]
+                if (
+                    output.finished
+                ):  # one that ends before its prompt is computed has only the first
+                    missing = range(len(samples), self.params.n)
+                    samples += [replace(samples[0], index=number) for number in missing]
+                for sample in samples:
                     index = prompt * self.params.n + sample.index
                     characters, tokens = told.get(index, nothing)
                     ids = sample.token_ids[tokens:]
