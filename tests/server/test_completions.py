@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import runpy
 import shutil
 import threading
@@ -204,6 +205,30 @@ def test_echo_of_a_request_that_is_aborted(
         assert chunks["lists"] == found.model_dump()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_samples_of_a_request_that_is_aborted_at_its_beginning(
+    server: Any, until: Any, stream: bool
+) -> None:
+    """There are as many choices as were asked for, of each prompt, with a reason."""
+    requests, found = server.llm.llm.engine.requests, list[Any]()
+    body: dict[str, Any] = {"prompt": ["hello", "a"], "n": 3, "max_tokens": 5}
+    asyncio.run(server.llm.pause("keep"))
+    thread = threading.Thread(
+        target=lambda: found.append(streamed(server, **body) if stream else whole(server, **body))
+    )
+    thread.start()
+    until(lambda: len(requests) == len(body["prompt"]))
+    for each in [*requests]:
+        asyncio.run(server.llm.abort(each))
+    thread.join()
+    asyncio.run(server.llm.resume())
+    if stream:
+        told = [(number, each["text"], each["reason"]) for number, each in found[0].items()]
+    else:
+        told = [(each.index, each.text, each.finish_reason) for each in found[0].choices]
+    assert sorted(told) == [(number, "", "abort") for number in range(6)]
+
+
 def test_stop_strings_and_usage_at_the_end(server: Any) -> None:
     """A stop string ends the text in both ways; usage comes in a chunk of its own."""
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 30}
@@ -281,6 +306,36 @@ def test_what_is_refused(server: Any, body: dict[str, Any], param: str | None, s
     assert (
         server.ask("POST", "/v1/completions", {"prompt": "a", "user": "u", "stop": None})[0] == 200
     )
+
+
+LEAVES_NOTHING: list[dict[str, Any]] = [
+    {"allowed_token_ids": [64], "bad_words": ["a"]},
+    {"structured_outputs": {"regex": "aa"}, "bad_words": ["a"]},
+    {"structured_outputs": {"regex": "ab"}, "bad_words": ["ab"]},  # at the second token
+    {"structured_outputs": {"regex": "a"}, "allowed_token_ids": [65]},
+    {"allowed_token_ids": [64], "stop_token_ids": [64], "min_tokens": 2},
+    {"bad_words": [chr(code) for code in range(33, 127)], "allowed_token_ids": [*range(94)]},
+]
+
+
+@pytest.mark.parametrize("body", LEAVES_NOTHING, ids=lambda body: str([*body]))
+def test_what_leaves_no_token_is_refused(
+    server: Any, caplog: pytest.LogCaptureFixture, body: dict[str, Any]
+) -> None:
+    """It is the client's contradiction, and no failure of the server, in both forms."""
+    for stream in (False, True):
+        asked = {"prompt": "hello", "max_tokens": 4, "n": 2, "stream": stream, **body}
+        status, answer = server.ask("POST", "/v1/completions", asked)
+        if status == 200:  # the first token was told before
+            assert (stream, body["bad_words"]) == (True, ["ab"])
+            _, _, answer = answer.rpartition(b'data: {"error":')
+            answer = {"error": json.loads(answer.partition(b"}")[0] + b"}")}
+        else:
+            assert status == 400, answer
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert "leave no token to choose" in answer["error"]["message"]
+    assert not [record for record in caplog.records if record.exc_info]
+    assert server.ask("POST", "/v1/completions", {"prompt": "hello", "max_tokens": 1})[0] == 200
 
 
 def test_32_streams_at_once(server: Any, sync: LLM) -> None:

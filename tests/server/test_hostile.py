@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import select
 import socket
 import time
 from http.client import HTTPConnection
@@ -84,6 +85,26 @@ def test_many_wrong_entries_hold_up_nobody(server: Any, what: str) -> None:
     code, answer = server.ask("POST", path, {"model": "tiny", **body})
     assert (code, len(json.dumps(answer)) < 2000) == (400, True), answer
     assert time.monotonic() - begin < 3
+
+
+def test_a_large_answer_holds_up_nobody(server: Any) -> None:
+    """A short request has an answer of megabytes; others are answered before it is written."""
+    wanted = {"prompt": "x" * 900, "max_tokens": 1, "n": 64, "echo": True, "logprobs": 5}
+    data = json.dumps(wanted).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        begin, times = time.monotonic(), list[float]()
+        while not select.select([connection], [], [], 0)[0]:
+            asked = time.monotonic()
+            assert server.ask("GET", "/version")[0] == 200
+            times.append(time.monotonic() - asked)
+        whole = time.monotonic() - begin
+        received = b""
+        while more := connection.recv(1 << 20):
+            received += more
+    choices = json.loads(received.partition(b"\r\n\r\n")[2])["choices"]
+    assert {len(each["logprobs"]["tokens"]) for each in choices} == {901}
+    assert max(times) < whole / 2
 
 
 def test_many_biases_are_refused_by_their_number() -> None:

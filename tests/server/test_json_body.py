@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_module.server import json_body
 from vllm_module.server.errors import ApiError
-from vllm_module.server.json_body import looked_over, read_json
+from vllm_module.server.json_body import encoded, looked_over, read_json
 
 # Texts that look like what is counted, and end in runs of backslashes.
 texts = st.text(alphabet='",[]{}:\\ é\n', max_size=12)
@@ -112,3 +113,40 @@ def test_most_large_bodies_are_not_written_again_to_find_infinities() -> None:
     ids = json.dumps({"prompt": [123456] * 40_000}).encode()
     text = json.dumps({"prompt": "1e999 " + "9" * 100_000, "stream": False, "n": 1.5}).encode()
     assert [looked_over(each)[1] for each in (ids, text)] == [False, False]
+
+
+@settings(deadline=None, max_examples=300)
+@given(values, st.sampled_from([1, 2, 3, 5, 1000]), st.sampled_from([1, 8, 1 << 16]))
+def test_what_is_encoded_in_parts_is_the_whole(value: Any, at_once: int, piece: int) -> None:
+    """Python's own encoder, which encodes all of it at once, has the same bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_AT_ONCE", at_once)  # so that small values have many parts
+        patch.setattr(json_body, "_PIECE", piece)
+        for each in (value, {"a": [value, (value, 1.5)]}):
+            whole = json.dumps(each, ensure_ascii=False, separators=(",", ":"))
+            assert asyncio.run(encoded(each)) == whole.encode()
+
+
+LARGE: dict[str, Any] = {
+    "lists": {"tokens": ["ab"] * 200_000},
+    "objects": {"choices": [{"logprobs": [{"a": {"b": 1}}] * 1000}] * 100},
+    "an object": {str(number): [number] for number in range(100_000)},
+    "vectors": {"data": [{"embedding": [0.1] * 1000}] * 200},
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_others_run_while_a_large_value_is_encoded(what: str) -> None:
+    """No part has many values, and between pieces the event loop has its turn."""
+
+    async def turns() -> int:
+        count, task = 0, asyncio.ensure_future(encoded(LARGE[what]))
+        while not task.done():
+            await asyncio.sleep(0)
+            count += 1
+        assert await task == json.dumps(LARGE[what], separators=(",", ":")).encode()
+        return count
+
+    parts = [*json_body._parts(LARGE[what])]
+    assert max(map(len, parts)) < 1 << 15
+    assert asyncio.run(turns()) >= sum(map(len, parts)) // (1 << 17)

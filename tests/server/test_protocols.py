@@ -22,7 +22,7 @@ from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from vllm_module import AsyncLLM
+from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.server import messages, responses
 from vllm_module.server.protocol import ChatBody, ConversationBody
 from vllm_module.server.tools import Formats
@@ -390,6 +390,34 @@ def test_calls_and_outputs_in_responses(served: Any) -> None:
     wanted = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     answer = served.ask("POST", "/v1/responses", {"model": MODEL, "input": "x", "text": wanted})[1]
     assert json.loads(answer["output"][0]["content"][0]["text"]) == {"city": "Rome"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_last_message_of_the_assistant_is_continued(server: Any, sync: LLM, stream: bool) -> None:
+    """In the Messages API, whose answer continues its text; behind calls, a turn begins."""
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    text = {"type": "text", "text": "It is ("}
+    begun = "<user>Hi\n<assistant>It is ("
+    for content, prompt in (
+        ("It is (", begun),
+        ([text], begun),
+        ([{"type": "thinking", "thinking": "hm", "signature": ""}, text], begun),
+        ([text, call], f"{begun}\n<assistant>"),
+    ):
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0, "stream": stream}
+        params = SamplingParams(temperature=0, max_tokens=8)
+        (expected,) = sync.generate(prompt, params, use_tqdm=False)
+        if stream:
+            events = events_of(server, "/v1/messages", {**body, "model": "tiny"})
+            usage = events[0]["message"]["usage"]
+            found = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+        else:
+            _, answer = server.ask("POST", "/v1/messages", {**body, "model": "tiny"})
+            usage, (block,) = answer["usage"], answer["content"]
+            found = block["text"]
+        assert found == expected.outputs[0].text
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
 
 
 def test_what_one_turn_said_is_one_message() -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, get_type_hints
 
+import openai
 import pytest
+from openai.types.chat import ChatCompletionStreamOptionsParam
+
+from vllm_module.server.choices import CompletionBody
+from vllm_module.server.protocol import ChatBody, StreamOptions
+from vllm_module.server.responses import ResponsesBody
+from vllm_module.server.tokens import EmbeddingBody
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 TEXT = {"type": "input_text", "text": "a"}
@@ -47,9 +55,62 @@ def test_salts_keep_pages_apart_in_every_protocol(server: Any, path: str) -> Non
     assert found[2] >= 16
 
 
+STREAMED = {"stream": True, "stream_options": {"include_obfuscation": False}}
+ASKS_NOTHING: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {**HI, "top_logprobs": 0}),
+    ("/v1/chat/completions", {**HI, "prompt_cache_retention": "in_memory"}),
+    ("/v1/responses", {"input": "a", "prompt_cache_options": {"mode": "implicit"}}),
+    ("/v1/chat/completions", {**HI, **STREAMED}),
+    ("/v1/completions", {"prompt": "a", **STREAMED}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2, **STREAMED}),
+    ("/v1/chat/completions", {**HI, "stream": True, "stream_options": {"include_usage": None}}),
+    ("/v1/responses", {"input": "a", "text": {"format": None, "verbosity": None}}),
+    ("/v1/messages", {**HI, "thinking": {"type": "adaptive", "budget_tokens": None}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKS_NOTHING)
+def test_what_asks_for_nothing_is_accepted(server: Any, path: str, body: dict[str, Any]) -> None:
+    """Also a null within a field."""
+    assert server.ask("POST", path, {"model": "tiny", **body})[0] == 200
+
+
+def test_no_field_of_openais_client_is_unknown() -> None:
+    """Each is supported, or refused as what is not supported here."""
+    client = openai.OpenAI(api_key="x")
+    for create, kind in (
+        (client.chat.completions.create, ChatBody),
+        (client.completions.create, CompletionBody),
+        (client.responses.create, ResponsesBody),
+        (client.embeddings.create, EmbeddingBody),
+    ):
+        names = {each for each in inspect.signature(create).parameters if each[:6] != "extra_"}
+        known = {*kind.model_fields, *kind.unsupported, *kind.sampled, "timeout"}
+        assert not names - known
+    options = get_type_hints(ChatCompletionStreamOptionsParam)
+    assert not options.keys() - StreamOptions.model_fields.keys()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
+        ("/v1/chat/completions", {**HI, "moderation": {}}, "moderation is not supported here"),
+        (
+            "/v1/chat/completions",
+            {**HI, "prompt_cache_retention": "24h"},
+            "prompt_cache_retention is not supported here",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "prompt_cache_options": {"ttl": "30m"}},
+            "prompt_cache_options is not supported here",
+        ),
+        ("/v1/responses", {"input": "a", "image": {}}, "image is not supported here"),
+        (
+            "/v1/chat/completions",
+            {**HI, "stream_options": {"include_obfuscation": True}},
+            "include_obfuscation should be False",
+        ),
         ("/v1/responses", {"input": "a", "n": 2}, "n is not supported here"),
         ("/v1/messages", {**HI, "n": 2}, "n is not supported here"),
         ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "verbosity should be 'med"),

@@ -13,7 +13,7 @@ import torch
 
 from vllm_module.base.messages import describe_error
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.launched import Execute, Launched, row_of
+from vllm_module.runtime.launched import Execute, Launched, leaves_nothing, row_of
 from vllm_module.runtime.metrics import StepStats
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.repeated_steps import RepeatedSteps
@@ -32,6 +32,10 @@ _Output = TypeVar("_Output")
 
 _log = logging.getLogger(__name__)
 
+NOTHING_LEFT = (
+    "allowed_token_ids, bad_words, structured_outputs and min_tokens together leave no token to "
+    "choose: allow more"
+)
 _BROKEN_LOGITS = (
     "its logits contain NaN or infinity, or leave no token to choose: check the model's weights, "
     "and penalties and biases if they are extreme"
@@ -302,7 +306,9 @@ class Engine(RepeatedSteps):
             if token is None and sequence.finish_reason is None:
                 grammar = sequence.grammar
                 error = grammar.error if grammar is not None else None
-                self._end_request(sequence.request, "error", error or _BROKEN_LOGITS)
+                left = not leaves_nothing(sequence, self.vocab_size)
+                error = error or (_BROKEN_LOGITS if left else NOTHING_LEFT)
+                self._end_request(sequence.request, "error", error)
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is None or sequence.finish_reason is not None:
                 continue

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vllm_module.runtime.sampling.row import Row, completing_tokens
@@ -138,3 +139,15 @@ def row_of(sequence: Sequence, stop_token_ids: Set[int]) -> Row:
     if not params.greedy:
         row.uniform = sequence.uniform.random()
     return row
+
+
+def leaves_nothing(sequence: Sequence, vocab_size: int) -> bool:
+    """Tell whether what the request excludes leaves no token, whatever the logits are."""
+    row = sequence.sampling_row
+    if row is None or (row.mask is None and not row.banned):
+        return False
+    left = {*(row.params.allowed_token_ids or range(vocab_size))}.difference(row.banned)
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.numpy().view(np.uint8), bitorder="little")
+        left.intersection_update(bits.nonzero()[0].tolist())
+    return not left

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field
 
+from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.server.conversation import begin, checked_messages
 from vllm_module.server.endpoint import Answer, Events
@@ -21,6 +22,7 @@ from vllm_module.server.state import State
 from vllm_module.server.tools import call_entry
 
 _Body = TypeVar("_Body", bound=GenerationBody)
+_FEW = 100  # tokens whose logprobs are written at once
 _LEAST = -9999.0  # JSON has no infinity
 # What makes a chunk worth sending.
 _SHOWN = ("text", "delta", "logprobs", "finish_reason", "token_ids")
@@ -66,7 +68,7 @@ async def completions(state: State, body: CompletionBody) -> Answer:
 
 async def chat_completions(state: State, body: ChatBody) -> Answer:
     """Answer a conversation."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     body.messages = checked_messages("messages", body.messages)
     answer = _Messages(body, await begin(state, body, "chatcmpl"))
@@ -103,7 +105,7 @@ class _Choices(Generic[_Body]):
         choices, beside = [], dict[str, Any]()
         async with aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
-                choices.append(self._choice(delta))
+                choices.append(await self._choice(delta))
                 beside = self.beside(delta)
         choices.sort(key=lambda choice: choice["index"])
         usage = self._generation.usage()
@@ -118,14 +120,14 @@ class _Choices(Generic[_Body]):
                 if delta.first and (begin := self.begin(delta)) is not None:
                     counts = {"usage": usage(generated=False)} if counted else self.uncounted
                     yield {**self._head, **self.beside(delta), "choices": [begin], **counts}
-                for choice in self.chunks(self._choice(delta)):
+                for choice in self.chunks(await self._choice(delta)):
                     if any(map(choice.get, _SHOWN)):
                         counts = {"usage": usage()} if counted else self.uncounted
                         yield {**self._head, "choices": [choice], **counts}
         if options.include_usage:
             yield {**self._head, "choices": [], "usage": usage()}
 
-    def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+    async def _choice(self, delta: ChoiceDelta) -> dict[str, Any]:
         """Return the choice of a whole answer or of a chunk."""
         choice = {
             "index": delta.index,
@@ -135,7 +137,13 @@ class _Choices(Generic[_Body]):
             "token_ids": delta.token_ids if self.body.return_token_ids else None,
             **({"weight_versions": delta.weight_versions} if delta.finish_reason else {}),
         }
-        self.fill(choice, delta)
+        entries = len(delta.logprobs)
+        if delta.first and (known := delta.output.prompt_logprobs) is not None:
+            entries += len(known)
+        if entries > _FEW:  # other requests are answered meanwhile
+            await asyncio.to_thread(self.fill, choice, delta)
+        else:
+            self.fill(choice, delta)
         return choice
 
     def fill(self, choice: dict[str, Any], delta: ChoiceDelta) -> None:
@@ -164,39 +172,51 @@ class _Completions(_Choices[CompletionBody]):
     def __init__(self, body: CompletionBody, generation: Continuation) -> None:
         super().__init__(body, generation)
         self._offsets: dict[int, int] = {}  # where the next token of a choice begins
+        self._shown: dict[int, dict[str, Any]] = {}  # of each prompt
 
     def fill(self, choice: dict[str, Any], delta: ChoiceDelta) -> None:
-        body, output = self.body, delta.output
-        echoed = body.echo and delta.first
-        choice["text"] = delta.text
-        if echoed:
-            ids, prompt = output.prompt_token_ids, output.prompt
-            choice["text"] = (self._decode(ids) if prompt is None else prompt) + delta.text
+        body, number = self.body, delta.index // self._generation.params.n
+        if delta.first and number not in self._shown:  # once for all of its choices
+            self._shown[number] = self._of_prompt(delta.output)
+        shown = self._shown[number] if delta.first else {}
+        choice["text"] = shown.get("text", "") + delta.text
         if body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(delta, echoed)
+            rows, offset = shown.get("rows", ([], self._offsets.get(delta.index, 0)))
+            own = zip(delta.token_ids, delta.logprobs, strict=True)
+            more, self._offsets[delta.index] = self._rows(own, offset)
+            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            lists = zip(*rows, *more, strict=True) if rows or more else ([] for _ in names)
+            choice["logprobs"] = dict(zip(names, map(list, lists), strict=True))
         if body.max_tokens == 0:  # the engine has generated one all the same
             choice.update(finish_reason="length", stop_reason=None)
         if body.return_token_ids and delta.first:
-            choice["prompt_token_ids"] = output.prompt_token_ids
+            choice["prompt_token_ids"] = delta.output.prompt_token_ids
         if body.prompt_logprobs is not None:
-            # An output that has ended early has none of some tokens.
-            known = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
-            choice["prompt_logprobs"] = [_entries(*each, body.prompt_logprobs) for each in known]
+            choice["prompt_logprobs"] = shown["prompt_logprobs"]
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Return what choices show of their prompt: text and logprobs, if they are wanted."""
+        body, ids, known = self.body, output.prompt_token_ids, output.prompt_logprobs or ()
+        shown: dict[str, Any] = {}
+        # An output that has ended early has none of some tokens.
+        if body.prompt_logprobs is not None:
+            listed = zip(ids, known, strict=False)
+            shown["prompt_logprobs"] = [_entries(*each, body.prompt_logprobs) for each in listed]
+        if body.echo:
+            shown["text"] = self._decode(ids) if output.prompt is None else output.prompt
+            if body.logprobs is not None:
+                shown["rows"] = self._rows(zip_longest(ids, known), 0)
+        return shown
 
     def _decode(self, ids: list[int]) -> str:
         return self._generation.state.tokenizer().decode(ids)
 
-    def _logprobs(self, delta: ChoiceDelta, echoed: bool) -> dict[str, Any]:
-        """Return lists with an entry for each token."""
-        entries: list[tuple[int, Mapping[int, Logprob] | None]] = []
-        if echoed:
-            ids = delta.output.prompt_token_ids
-            known = delta.output.prompt_logprobs or ()
-            entries += zip_longest(ids, known)  # a request that is aborted may have few of them
-        entries += zip(delta.token_ids, delta.logprobs, strict=True)
+    def _rows(
+        self, entries: Iterable[tuple[int, Mapping[int, Logprob] | None]], offset: int
+    ) -> tuple[list[tuple[Any, ...]], int]:
+        """Return what the lists have of each token, and where the text after them begins."""
         as_id, count = self.body.return_tokens_as_token_ids, self.body.logprobs or 0
         rows: list[tuple[Any, ...]] = []
-        offset = self._offsets.get(delta.index, 0)
         for token, entry in entries:
             if entry is None:  # the first token of a prompt, or not computed
                 text = f"token_id:{token}" if as_id else self._decode([token])
@@ -209,9 +229,7 @@ class _Completions(_Choices[CompletionBody]):
                     top.setdefault(_token_text(other, logprob, as_id=as_id), _bounded(logprob))
                 rows.append((text, _bounded(entry[token]), top, offset))
             offset += len(text)
-        self._offsets[delta.index] = offset
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return {name: [row[at] for row in rows] for at, name in enumerate(names)}
+        return rows, offset
 
 
 class _Messages(_Choices[ChatBody]):
@@ -309,4 +327,11 @@ def _entries(token: int, entry: Mapping[int, Logprob] | None, count: int) -> Any
     if entry is None:
         return None
     listed = _most(entry, token, count)
-    return {str(other): {**asdict(each), "logprob": _bounded(each)} for other, each in listed}
+    return {
+        str(other): {
+            "logprob": _bounded(each),
+            "rank": each.rank,
+            "decoded_token": each.decoded_token,
+        }
+        for other, each in listed
+    }

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from vllm_module.base.messages import shorten
 from vllm_module.server.connection import Limits
 from vllm_module.server.errors import ApiError, as_api_error
-from vllm_module.server.json_body import encode, json_response, read_json
+from vllm_module.server.json_body import encoded, json_response, read_json
 from vllm_module.server.protocol import Body
 
 Events = AsyncGenerator[dict[str, Any], None]
@@ -123,7 +123,7 @@ class Endpoint:
             if sent is None:
                 await json_response(self.kind.told(told), told.status)(scope, receive, send)
             else:  # its end is an event, too
-                await send(event_message(self.kind.told_within(told, sent)))
+                await send(await event_message(self.kind.told_within(told, sent)))
                 await send({"type": "http.response.body", "body": b""})
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -166,12 +166,12 @@ class HandlerEndpoint(Endpoint):
 
     async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Check the body and have the handler answer it."""
-        large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
         # vLLM's clients send an operation's fields so: /pause?mode=keep.
         query = request.query_params if self.right == "admin" else {}
         check = partial(self._checked, request.headers, query, data)
+        large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
         body = await asyncio.to_thread(check) if large else check()
-        await work_until_gone(self._work(body, request, send, large), request.receive)
+        await work_until_gone(self._work(body, request, send), request.receive)
 
     def _checked(self, headers: Headers, query: Mapping[str, str], data: bytes) -> Body:
         if query and data:
@@ -184,7 +184,7 @@ class HandlerEndpoint(Endpoint):
             raise ApiError(415, "send the body with 'Content-Type: application/json'")
         return self.kind.of(read_json(data, self.limits.body_values))
 
-    async def _work(self, body: Body, request: Request, send: Send, large: bool) -> None:
+    async def _work(self, body: Body, request: Request, send: Send) -> None:
         answer = await self.handler(self.state, body)
         if isinstance(answer, AsyncGenerator):
             await self._send_events(send, answer)
@@ -192,10 +192,8 @@ class HandlerEndpoint(Endpoint):
         response: Response
         if isinstance(answer, str):
             response = PlainTextResponse(answer)
-        elif large:
-            response = await asyncio.to_thread(json_response, answer, in_parts=True)
         else:
-            response = json_response(answer)
+            response = Response(await encoded(answer), media_type="application/json")
         await response(request.scope, request.receive, send)
 
     async def _send_events(self, send: Send, events: Events) -> None:
@@ -206,9 +204,9 @@ class HandlerEndpoint(Endpoint):
         async with aclosing(events):
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": _STREAMED})
-            await send(event_message(first))
+            await send(await event_message(first))
             async for each in events:
-                await send(event_message(each))
+                await send(await event_message(each))
         end = b"" if "type" in first else b"data: [DONE]\n\n"
         await send({"type": "http.response.body", "body": end})
 
@@ -231,8 +229,8 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def event_message(value: dict[str, Any]) -> Message:
+async def event_message(value: dict[str, Any]) -> Message:
     """Return a server-sent event, as ASGI sends it."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
-    body = b"%bdata: %b\n\n" % (name, encode(value))
+    body = b"%bdata: %b\n\n" % (name, await encoded(value))
     return {"type": "http.response.body", "body": body, "more_body": True}

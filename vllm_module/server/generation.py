@@ -7,9 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_module.runtime.engine import NOTHING_LEFT
 from vllm_module.runtime.outputs import RequestOutput
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
@@ -117,9 +118,15 @@ class Continuation:
             async for prompt, output in outputs:
                 self._outputs[prompt] = output
                 if output.error is not None:
-                    own = output.error.startswith("structured_outputs: ")  # the client's grammar
-                    raise ApiError(400 if own else 500, output.error)
-                for sample in output.outputs:
+                    own = output.error.startswith(("structured_outputs: ", NOTHING_LEFT))
+                    raise ApiError(400 if own else 500, output.error)  # own: of the request
+                samples = [*output.outputs]
+                if (
+                    output.finished
+                ):  # one that ends before its prompt is computed has only the first
+                    missing = range(len(samples), self.params.n)
+                    samples += [replace(samples[0], index=number) for number in missing]
+                for sample in samples:
                     index = prompt * self.params.n + sample.index
                     characters, tokens = told.get(index, nothing)
                     ids = sample.token_ids[tokens:]

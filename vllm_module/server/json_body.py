@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from vllm_module.server.errors import ApiError
 
 _PIECE = 1 << 16  # bytes that are looked at together, even
 _DOUBLED = 1, 2, 4, 8, 16, 32  # of 64 digits in a row
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_AT_ONCE = 1000  # values that are encoded together
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 _HEADERS = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
 
 
@@ -79,20 +82,66 @@ def _has_large_number(text: Any, outside: Any) -> bool:
     return bool(np.any(digits))
 
 
-def encode(value: object, in_parts: bool = False) -> bytes:
-    """Return a value as JSON; half of a surrogate pair becomes a question mark."""
-    # At once, the encoder holds the GIL until all of a value is encoded.
-    text = "".join(_ENCODER.iterencode(value)) if in_parts else _ENCODER.encode(value)
-    return text.encode(errors="replace")
+async def encoded(value: object) -> bytes:
+    """Return a value as JSON; half of a surrogate pair becomes a question mark.
+
+    At once, the encoder would hold the GIL until all of it is encoded. So a large value is encoded
+    in parts, and other tasks and threads run between them.
+    """
+    pieces, text = list[bytes](), ""
+    for part in _parts(value):
+        text += part
+        if len(text) >= _PIECE:
+            pieces.append(text.encode(errors="replace"))
+            text = ""
+            await asyncio.sleep(0)
+    return b"".join([*pieces, text.encode(errors="replace")])
+
+
+def _parts(value: Any) -> Iterator[str]:
+    """Yield the JSON of a value in parts, each of which has few values."""
+    if _count(value) <= _AT_ONCE:
+        yield _ENCODER.encode(value)
+    elif isinstance(value, dict):
+        for separator, (key, each) in zip(chain("{", repeat(",")), value.items(), strict=False):
+            yield separator + _ENCODER.encode({key: 0})[1:-2]
+            yield from _parts(each)
+        yield "}"
+    else:
+        yield "["
+        yield from _items(value)
+        yield "]"
+
+
+def _items(values: Sequence[Any]) -> Iterator[str]:
+    """Yield the JSON of a list without its brackets."""
+    if _count(values) <= _AT_ONCE:
+        yield _ENCODER.encode(values)[1:-1]
+    elif len(values) == 1:
+        yield from _parts(values[0])
+    else:
+        middle = len(values) // 2
+        yield from _items(values[:middle])
+        yield ","
+        yield from _items(values[middle:])
+
+
+def _count(value: Any) -> int:
+    """Return how many values are in one, or a number above the most that are encoded at once."""
+    if not isinstance(value, (dict, list, tuple)):
+        return 0
+    count = len(value)
+    for each in value.values() if isinstance(value, dict) else value:
+        if count > _AT_ONCE:
+            break
+        count += _count(each)
+    return count
 
 
 def json_response(
-    value: object,
-    status: int = 200,
-    headers: Mapping[str, str] | None = None,
-    *,
-    in_parts: bool = False,
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a JSON value as an answer; in parts, other threads run while it is encoded."""
+    """Return a small JSON value as an answer."""
+    data = _ENCODER.encode(value).encode(errors="replace")
     headers = {**_HEADERS.get(status, {}), **(headers or {})}
-    return Response(encode(value, in_parts), status, headers, "application/json")
+    return Response(data, status, headers, "application/json")

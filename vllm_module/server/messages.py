@@ -113,11 +113,15 @@ def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -
     if chosen is None:
         refusal = f"tool_choice.type should be auto, any, tool or none, got {shorten(kind)}"
         raise ApiError(400, refusal, "tool_choice")
+    listed = checked_messages("messages", body.messages, _messages, body.system)
+    last = listed[-1] if listed else {}
     return body.as_chat(
         body.output_config.format,
         reasoning_effort=body.output_config.effort,
         chat_template_kwargs=dict(variables or {}),
-        messages=checked_messages("messages", body.messages, _messages, body.system),
+        messages=listed,
+        # The Messages API continues a text; calls wait for their results.
+        continue_final_message=last.get("role") == "assistant" and "tool_calls" not in last,
         max_tokens=body.max_tokens,
         tools=[as_function(tool, (None, "custom"), "input_schema") for tool in body.tools],
         tool_choice=chosen,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from vllm_module.base.messages import shorten
 from vllm_module.config import Settings, unknown_name
@@ -46,11 +46,14 @@ COMMON: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "safety_identifier": ANY,
     "prompt_cache_key": ANY,
+    "prompt_cache_retention": ("in_memory",),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
     "priority": (0,),
     "spaces_between_special_tokens": ANY,
     "use_beam_search": (False,),
     **refused(
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "truncate_prompt_tokens"
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "truncate_prompt_tokens",
+        "moderation",
     ),
 }  # fmt: skip
 
@@ -119,9 +122,17 @@ def _check_size(name: str, value: Any) -> None:
 
 
 class Entries(Settings):
-    """Entries of a field that is a mapping; others are refused."""
+    """Entries of a field that is a mapping; others are refused. A null is one that is left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, entries: Any) -> Any:
+        """Return the entries that are given."""
+        if not isinstance(entries, Mapping):
+            return entries
+        return {name: value for name, value in entries.items() if value is not None}
 
 
 class StreamOptions(Entries):
@@ -129,6 +140,7 @@ class StreamOptions(Entries):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # of vLLM: the counts so far, in each chunk
+    include_obfuscation: Literal[False] = False  # of OpenAI: random characters in each chunk
 
 
 class GenerationBody(Body):

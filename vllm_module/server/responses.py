@@ -55,7 +55,16 @@ class ResponsesBody(ConversationBody):
         "store": (True, False),  # nothing is stored, and the answer says so
         "background": (False,),
         "include": ([],),
-        **refused("max_tool_calls", "previous_response_id", "conversation", "prompt"),
+        **refused(
+            "max_tool_calls",
+            "previous_response_id",
+            "conversation",
+            "prompt",
+            "access_programs",
+            "background_options",
+            "context_management",
+            "image",
+        ),
         "top_logprobs": (0,),
         "truncation": ("disabled", "auto"),
     }
