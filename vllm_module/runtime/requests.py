@@ -116,7 +116,7 @@ class Requests:
             served = None if adapter is None else self.adapter(adapter)
             every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
             update = {name: self.vocab_size for name, count in every.items() if count == -1}
-            params = params.model_copy(update=update, deep=True)
+            params = params.clone().model_copy(update=update)
             most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
             max_len = min(most, self.max_model_len)
             request = Request(
