@@ -334,8 +334,10 @@ class Requests:
         sequence.finish_reason = reason
         complete_text(sequence, self.tokenizer)
         if sequence.request.finished:
-            self.totals.end(reason, sequence.request.metrics)
-            del self.requests[sequence.request.request_id]
+            request = sequence.request
+            longest = max(len(each.tokens) for each in request.sequences) - request.prompt_len
+            self.totals.end(reason, request.metrics, longest)
+            del self.requests[request.request_id]
 
     def _end_request(
         self, request: Request, reason: FinishReason, error: str | None = None
