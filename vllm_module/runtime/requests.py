@@ -48,6 +48,7 @@ class Requests:
         adapters: adapters that requests may ask for, by name.
         totals: sums over all requests.
         refusal: reason why no requests are accepted, or ``None``.
+        kept: requests that no step may compute now.
         weight_version: name of the weights, which updates change.
         weight_changes: number of changes of the weights that have begun.
         weights_lock: is held while they change.
@@ -79,6 +80,7 @@ class Requests:
         self.adapters: dict[str, ServedAdapter] = {}
         self.totals = Totals()
         self.refusal: str | None = None
+        self.kept: Collection[Request] = ()
         self.weight_version = "0"
         self.weight_changes, self.weights_lock = 0, threading.RLock()
         self.lock = threading.RLock()
