@@ -130,10 +130,11 @@ def test_an_update_in_place(server: Any, sync: LLM, adapter: Path, tmp_path: Pat
 
 
 def test_a_wrong_folder(server: Any, tmp_path: Path) -> None:
-    given = {"lora_name": "wrong", "lora_path": str(tmp_path)}
-    code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
-    assert code == 400
-    assert "adapter_config.json" in answer["error"]["message"]
+    for path in (str(tmp_path), "~no-such-user/adapter"):
+        given = {"lora_name": "wrong", "lora_path": path}
+        code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
+        assert code == 400
+        assert "adapter_config.json" in answer["error"]["message"]
 
 
 def test_the_command(folder: Path, sync: LLM, adapter: Path, tmp_path: Path) -> None:
