@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from itertools import chain
 
 import torch
@@ -118,7 +119,10 @@ class Requests:
             served = None if adapter is None else self.adapter(adapter)
             every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
             update = {name: self.vocab_size for name, count in every.items() if count == -1}
-            params = params.clone().model_copy(update=update)
+            # Copies of lists; of their numbers it would take long.
+            held = params.__dict__.items()
+            lists = {name: copy(value) for name, value in held if isinstance(value, list | dict)}
+            params = params.model_copy(update=lists | update)
             most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
             max_len = min(most, self.max_model_len)
             request = Request(

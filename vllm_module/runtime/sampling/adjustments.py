@@ -41,8 +41,7 @@ class Adjustments:
         penalties, biases = array("d"), array("d")
         sent: dict[NamedTokens, tuple[int, int, int, int]] = {}
         for row, index in zip(rows, indices, strict=True):
-            params, named = row.params, row.named
-            assert named is not None, "as each row has them"
+            params, named = row.params, row.named or NamedTokens(row.params)
             if named not in sent:
                 named.check(vocab)
                 begin, biased = len(tokens), named.biased

@@ -52,7 +52,7 @@ class Row:
             a key, tokens counted for penalties are not counted again in the next step.
         mask: which tokens a grammar allows, a bit each, int32 ``[ceil(vocab / 32)]``; None for all.
             :meth:`ban` sets it too.
-        named: those of ``params``; samples of one request share them.
+        named: those of ``params``, which samples of one request share; else they are made anew.
         penalized: True if the tokens of the sequence change the logits.
         adjusted: True if a bias, a penalty, a ban or an allowance changes the logits.
         plain: True if the row is greedy without logprobs, bias, penalty, ban or mask.
@@ -78,7 +78,6 @@ class Row:
         if not 0 <= self.uniform < 1:
             raise ValueError(f"uniform should be in [0, 1), and is {self.uniform}")
         params = self.params
-        self.named = self.named or NamedTokens(params)
         self.penalized = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
