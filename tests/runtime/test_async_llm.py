@@ -139,7 +139,8 @@ def test_a_slow_caller_finds_the_latest_output(llm: AsyncLLM) -> None:
         counts = []
         async for output in llm.generate([1], GREEDY):
             counts.append(len(tokens(output)[0]))
-            await until(lambda: not llm.llm.engine.requests)
+            await until(lambda: llm._thread.idle)  # which has told of the last output
+            await asyncio.sleep(0)
         return counts
 
     counts = run(slow())

@@ -114,6 +114,8 @@ class Engine(RepeatedSteps):
 
         Requests that run when the iterator is closed, or when a step fails, are aborted.
 
+        Raises ``RuntimeError`` instead of a step while others are kept from it.
+
         """
         running: dict[Request, tuple[int, int]] = {}  # to its index, and its tokens yielded so far
         coming: Iterator[Request | _Output | None] | None = iter(requests)
@@ -148,7 +150,13 @@ class Engine(RepeatedSteps):
                             continue
                         changed.append((index, output(request)))
                 if running and not changed:
-                    self.step(on_step)
+                    with self.reading():  # nothing is kept from the step after it was looked for
+                        if kept := sum(not request.finished for request in tuple(self.kept)):
+                            raise RuntimeError(
+                                f"the engine is paused, and a step would compute {kept} requests "
+                                "that wait: resume() it first, or end them"
+                            )
+                        self.step(on_step)
                 yield from changed
         finally:
             for request in running:
@@ -162,16 +170,9 @@ class Engine(RepeatedSteps):
         Returns the requests that got a token or ended. If the model raises, each sequence of the
         step is computed alone, and only requests that fail alone end with the error. If no single
         request is at fault, the error is raised, and all requests end with it.
-
-        Raises ``RuntimeError``, and changes nothing, while requests are kept from it.
         """
         begin = time.perf_counter()
         with self.alone():
-            if kept := sum(not request.finished for request in tuple(self.kept)):
-                raise RuntimeError(
-                    f"the engine is paused, and a step would compute {kept} requests that wait: "
-                    "resume() it first, or end them"
-                )
             step, unread = Step(), list[Request]()
             try:
                 if self.async_scheduling and self._launched and self._launched[0].ended:

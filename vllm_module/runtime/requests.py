@@ -49,7 +49,7 @@ class Requests:
         adapters: adapters that requests may ask for, by name.
         totals: sums over all requests.
         refusal: reason why no requests are accepted, or ``None``.
-        kept: requests that no step may compute now.
+        kept: requests that no step of :meth:`Engine.serve` may compute now.
         weight_version: name of the weights, which updates change.
         weight_changes: number of changes of the weights that have begun.
         weights_lock: is held while they change.
