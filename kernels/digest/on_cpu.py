@@ -100,8 +100,10 @@ def _add(task: tuple[Matrix, ColumnRange, Multiply | None]) -> torch.Tensor:
                 read = _copied(matrix.values[of_rows, columns], lead, words)
             multiply(read, keys, sums[:, of_rows, of_chunks])
     of_ones = _ones(part.first, width, itemsize).view(2, 1, 1)
-    numbers = (matrix.first_row + torch.arange(rows) * matrix.step).unsqueeze(1) * matrix.chunks
-    keys_of_chunks = chunk_keys(numbers + torch.arange(chunk, chunk + part.chunks))
+    numbers = (matrix.first_row + torch.arange(rows, device="cpu") * matrix.step).unsqueeze(
+        1
+    ) * matrix.chunks
+    keys_of_chunks = chunk_keys(numbers + torch.arange(chunk, chunk + part.chunks, device="cpu"))
     return ((torch.from_numpy(sums.view(np.int64)) + of_ones) * keys_of_chunks).sum((1, 2))
 
 
@@ -143,6 +145,6 @@ def _copied(values: torch.Tensor, lead: int, words: int) -> npt.NDArray[np.uint3
 
 def _ones(first: int, columns: int, itemsize: int) -> torch.Tensor:
     """Return what the ones that are added to elements add to the sums of a chunk, ``[2]``."""
-    places = (first + torch.arange(columns)) * itemsize
+    places = (first + torch.arange(columns, device="cpu")) * itemsize
     keys = column_keys(torch.device("cpu"))[:, places // WORD % CHUNK]
     return (keys << 8 * (places % WORD)).sum(1)

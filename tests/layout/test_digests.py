@@ -134,6 +134,65 @@ def test_elements_that_were_sent_alone_have_no_digest_of_what_was_read() -> None
         assert digest_of(model, layout).tensors == expected
 
 
+def test_digests_of_what_was_read_end_when_it_is_overwritten() -> None:
+    """By a tensor of the held dtype, under another name of a tied one, or as part of a fused one.
+
+    Slots of one parameter that come one after the other keep theirs.
+    """
+    model = build(0, 1)
+    model.head.tie_weights(model.embed)
+    model.keep_digests = True
+    weights = {name: tensor for name, tensor in WEIGHTS.items() if name != "head.weight"}
+    stored = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in weights.items()}
+    model.load_weights(stored)
+    kept = model.load_state.sources
+    assert {name for name, each in stored.items() if each.dtype == torch.bfloat16} == kept.keys()
+    fused = [f"layers.0.qkv_proj.{name}" for name in ("weight", "bias")]
+    parts = [f"layers.0.{part}_proj.weight" for part in "qkv"]
+    whole = torch.cat([stored[name] for name in parts])
+    for given, gone, new in (
+        ("layers.1.o_proj.weight", ["layers.1.o_proj.weight"], []),
+        ("head.weight", ["embed.weight"], []),
+        (parts[0], [parts[0]], []),
+        (fused[0], parts[1:], [fused[0]]),
+        (parts[1], [fused[0]], []),
+    ):
+        before = model.load_state.sources.keys()
+        value = weights.get(given, WEIGHTS.get(given, whole.float()))
+        model.update_weights({given: whole if new else value})
+        assert model.load_state.sources.keys() == (before - {*gone}) | {*new}, given
+    for name in parts:
+        before = model.load_state.sources.keys()
+        model.update_weights({name: stored[name]})
+        assert model.load_state.sources.keys() == before | {name}
+    layout = model.plan_weights(stored).layout()
+    expected = {name: digest_box(tensor).hex for name, tensor in stored.items()}
+    own = {"layers.1.o_proj.weight", "embed.weight"}  # which hold float32 that was not cast
+    found = digest_of(model, layout, expected.keys() - own).tensors
+    assert found == {name: each for name, each in expected.items() if name not in own}
+
+
+def test_parameters_may_be_views_of_one_tensor() -> None:
+    """As torch.nn.utils.vector_to_parameters makes them."""
+    model = build(0, 1)
+    model.load_weights(WEIGHTS)
+    before = digest_of(model).tensors
+    wide = [each for each in model.parameters() if each.dtype == torch.float32]
+    vector = torch.cat([torch.ones(3), torch.nn.utils.parameters_to_vector(wide).detach()])
+    torch.nn.utils.vector_to_parameters(vector[3:], wide)
+    assert wide[1].storage_offset()
+    assert digest_of(model).tensors == before
+
+
+def test_the_default_device_may_be_another() -> None:
+    """A program may have set it; weights of a host are looked at there."""
+    model = build(0, 1)
+    model.load_weights(WEIGHTS)
+    before = digest_of(model).tensors
+    with torch.device("meta"):
+        assert digest_of(model).tensors == before
+
+
 def test_digests_of_some_names_are_of_these_alone() -> None:
     """So they are of tied tensors, whichever of the two names is asked for."""
     model = Model()

@@ -199,3 +199,19 @@ def test_a_source_that_lacks_something_is_refused(source: Layout, message: str) 
     """The error names the tensor, before anything moves."""
     with pytest.raises(ValueError, match=message):
         TransferPlan(source, layout(2, 1, w=(4, 6)))
+
+
+def test_experts_go_to_names_of_their_own() -> None:
+    """Each from the rank that holds it; and back to ranks that hold some of them."""
+    names = {f"experts.{number}.w": (4, 2) for number in range(4)}
+    spread = experts(2, None)
+    for alone in (layout(1, None, **names), layout(3, 0, **names)):
+        tensors = tuple(replace(each, dtype="float8_e4m3fn") for each in alone.tensors)
+        apart = replace(alone, tensors=tensors)
+        plan = TransferPlan(spread, apart)
+        assert_plan_moves(plan, spread, apart)
+        for route in plan.routes:
+            (entry,) = route.tensors
+            number = int(entry.name.split(".")[1])
+            assert {hop.source for hop in route.sent} == {number // 2}, entry.name
+        assert_plan_moves(TransferPlan(apart, spread), apart, spread)

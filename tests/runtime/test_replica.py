@@ -137,6 +137,26 @@ def test_an_engine_of_two_ranks_serves_one_of_another_number(
     assert found == [expected]
 
 
+def test_entries_that_replace_those_of_a_file_are_served(folders: dict[str, Path]) -> None:
+    """Who reads computes what the engine does; its own entries replace those."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    prompt: Any = {"prompt_token_ids": [1, 2, 3, 7, 11]}
+
+    def computed(of: LLM) -> float | None:
+        return of.generate([prompt], params, use_tqdm=False)[0].outputs[0].cumulative_logprob
+
+    own = {"rms_norm_eps": 0.5, "hidden_act": "gelu"}
+    with engine(folders["llama"]) as plain, engine(folders["llama"], hf_overrides=own) as llm:
+        expected = computed(llm)
+        assert expected != computed(plain)
+        with llm.serve_weights(token=TOKEN) as server:
+            with engine(server.url) as other:
+                assert computed(other) == expected
+            back = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+            with engine(server.url, hf_overrides=back) as other:
+                assert computed(other) == computed(plain)
+
+
 @pytest.fixture(scope="module")
 def quantizable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose rows hold whole scale groups on two ranks, too."""

@@ -294,6 +294,8 @@ def test_a_function_sees_the_model_of_every_rank(llm: LLM, folder: Path) -> None
             two.apply_model(lambda model: model)
         with pytest.raises(AttributeError):
             two.apply_model(torch.nn.Module.get_extra_state_of_nobody)  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="cannot be sent to the other ranks"):
+            two.apply_model(torch.nn.Module.modules)  # a generator
         assert two.generate("a", greedy(2), use_tqdm=False)[0].error is None
     assert whole > 0
     with pytest.raises(ValueError, match="func should be a function"):

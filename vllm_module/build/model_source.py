@@ -6,7 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class ModelSource:
         redundant_experts: number of places of a layer for more copies of experts.
         secondary: further sources, each with the path of the module that its names are below.
         is_dummy: True if values are made up and no weights are opened.
+        overrides: entries that replace those of ``config.json``.
 
     """
 
@@ -75,6 +76,7 @@ class ModelSource:
     secondary: tuple[tuple[str, Source], ...] = ()
     is_dummy: bool = False
     redundant_experts: int = 0
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def find(cls, model: ModelConfig | ModelSource, load_format: str = "auto") -> ModelSource:
@@ -132,7 +134,9 @@ class ModelSource:
         alone = is_dummy or manifest is not None
         secondary = () if alone else _secondary_sources(model, config)
         spread, redundant = model.enable_expert_parallel, model.num_redundant_experts
-        return cls(source, config, dtype, rules, spread, secondary, is_dummy, redundant)
+        return cls(
+            source, config, dtype, rules, spread, secondary, is_dummy, redundant, model.hf_overrides
+        )
 
     @property
     def folder(self) -> Path:

@@ -161,7 +161,7 @@ def zeros_of(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE:
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # of a kernel without pages of megabytes
@@ -175,7 +175,7 @@ Read: TypeAlias = Callable[[Moved, int], torch.Tensor]  # the values of a box
 def packed(boxes: Sequence[tuple[Moved, int]], read: Read) -> torch.Tensor:
     """Return the message of boxes, in host memory, where they are copied one by one."""
     sizes = [nbytes_of(each, number) for each, number in boxes]
-    message, at = torch.empty(sum(sizes), dtype=torch.uint8), 0
+    message, at = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu"), 0
     for (each, number), nbytes in zip(boxes, sizes, strict=True):
         message[at : at + nbytes].copy_(bytes_of(read(each, number)))
         at += nbytes

@@ -92,7 +92,7 @@ def send_boxes(
             if number not in each.route.parts:
                 return read(each, number)
             start, size = each.box(number)
-            joined = torch.empty(size, dtype=each.dtype)
+            joined = torch.empty(size, dtype=each.dtype, device="cpu")
             for part in each.route.parts[number]:
                 narrowed(joined, each.box(part), start).copy_(parts[each.name, part])
             return joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -68,6 +68,13 @@ class RankTransfer:
             raise ValueError(
                 "boxes are sent in host memory, and the process group cannot carry messages "
                 "between CPUs: initialize it with init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        entries = [entry for route in plan.routes for entry in route.tensors]
+        counts = Counter(entry.name for entry in entries if entry.experts is None)
+        if (name := next((name for name, count in counts.items() if count > 1), None)) is not None:
+            raise ValueError(
+                f"{printable_name(name)} is divided among several parameters of the target, and "
+                "boxes are sent of tensors that fill one: send it by send_weights"
             )
         at = 0 if in_place else self.first_target
         self._first = (0, 0), (0, at), (at, at)  # by stage, the group's number of each side's first
@@ -139,9 +146,13 @@ class RankTransfer:
         of: dict[str, Any] = {"group": self.group, "tag": _TAG + first[0] * 2 + first[1]}
         taken = of | {"tag": _TAG + of["tag"]}  # two ranks may send to each other in a stage
         senders = [peer for peer in self._peers[stage] if peer in coming]
-        heads = {peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8) for peer in senders}
+        heads = {
+            peer: torch.zeros(2 * _DIGEST, dtype=torch.uint8, device="cpu") for peer in senders
+        }
         room = {
-            peer: torch.empty(sum(nbytes_of(*box) for box in coming[peer]), dtype=torch.uint8)
+            peer: torch.empty(
+                sum(nbytes_of(*box) for box in coming[peer]), dtype=torch.uint8, device="cpu"
+            )
             for peer in senders
         }
         values: Values = {}
@@ -160,7 +171,7 @@ class RankTransfer:
                     for part in (self._head(boxes), told):
                         sent.append((peer, boxes, dist.isend(part, group_dst=peer, **of)))
                     if nixl is not None:  # once the bytes have been read
-                        done = torch.empty(1, dtype=torch.uint8)
+                        done = torch.empty(1, dtype=torch.uint8, device="cpu")
                         sent.append((peer, boxes, dist.irecv(done, group_src=peer, **taken)))
                         offered.append(memory)
         messages: deque[tuple[int, torch.Tensor, Any]] = deque()
@@ -171,7 +182,11 @@ class RankTransfer:
                     work.wait(_FOREVER)
                 # Before the receive is posted: gloo ends a process that gets more than it expects.
                 self._check_head(peer, heads[peer], coming[peer])
-                told = room[peer] if nixl is None else torch.empty(FRAME, dtype=torch.uint8)
+                told = (
+                    room[peer]
+                    if nixl is None
+                    else torch.empty(FRAME, dtype=torch.uint8, device="cpu")
+                )
                 with self._naming(peer, coming[peer]):
                     messages.append((peer, told, dist.irecv(told, group_src=peer, **of)))
             while messages:  # each is freed before the next one is unpacked

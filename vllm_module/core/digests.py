@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from vllm_module.base.messages import printable_name
-from vllm_module.core.fill import Fill
+from vllm_module.core.fill import Fill, Slots
 from vllm_module.core.layout_of import layout_of_module, stored_part
 from vllm_module.core.tensors import is_typed
 from vllm_module.core.tree import loads_itself, state_of
@@ -202,10 +202,13 @@ def source_digests(module: nn.Module) -> ModelDigest:
     return ModelDigest(state_of(module).sources, (rank_in(module, layout),))
 
 
-def digested(found: Digests) -> Callable[[Fill], Iterable[tuple[Weight, Destination]]]:
+def digested(
+    found: Digests, filled: dict[str, Slots]
+) -> Callable[[Fill], Iterable[tuple[Weight, Destination]]]:
     """Return ``Fill.jobs`` that adds the digests of what is read to be converted, cast or divided.
 
-    What is divided is a tensor that a checkpoint stores for several of the module's.
+    What is divided is a tensor that a checkpoint stores for several of the module's. ``filled``
+    gets the slots that are filled, by the names of the digests.
     """
 
     def jobs(fill: Fill) -> Iterable[tuple[Weight, Destination]]:
@@ -214,6 +217,7 @@ def digested(found: Digests) -> Callable[[Fill], Iterable[tuple[Weight, Destinat
         if kept and (len(fill.slots) == 1 or isinstance(fill.weight, Changes)):
             return fill.jobs()
         of_name = found.setdefault(part.name, {})
+        filled.setdefault(part.name, {}).setdefault(location, set()).update(fill.slots)
         standing_in = fill._replace(weight=cast(Weight, cast(Handle, part)))
         return (
             (weight, _DigestedSink(sink, cast(Region, cast(object, box)), part.sizes, of_name))
@@ -364,9 +368,11 @@ def _divided(counts: Sequence[int], dim: int, by: int) -> tuple[int, ...]:
 def region_of(tensor: torch.Tensor, box: HeldBox) -> torch.Tensor:
     """Return the elements of a parameter that a box fills, in the shape of the box."""
     held = box.held
+    tensor = tensor.contiguous()  # a layout counts elements in order, from the tensor's first
+    begin = tensor.storage_offset() + held.offset
     if box.numel == 1:
-        return tensor.as_strided((1,) * len(box.size), (1,) * len(box.size), held.offset)
-    return tensor.as_strided(held.shape, held.strides, held.offset).reshape(box.size)
+        return tensor.as_strided((1,) * len(box.size), (1,) * len(box.size), begin)
+    return tensor.as_strided(held.shape, held.strides, begin).reshape(box.size)
 
 
 def _viewed(

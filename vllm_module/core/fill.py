@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -22,6 +22,9 @@ _COMPARED_BYTES = 16 << 20  # of a tied tensor at a time, so that no second copy
 _LOOKED_AT_BYTES = 1 << 20  # of a tensor in a file at a time, which the processor's cache holds
 _SMALL = 1 << 18  # bytes of a tensor that takes little time to look at on a CPU
 _FEW = 4096  # numbers that take less time than the call of an operation
+
+
+Slots: TypeAlias = dict[Location, set[str]]  # of tensors
 
 
 class Fill(NamedTuple):

@@ -20,7 +20,7 @@ from vllm_module.base.garbage import paused_gc
 from vllm_module.base.messages import printable, printable_name
 from vllm_module.core import changes
 from vllm_module.core.allocation import Allocation
-from vllm_module.core.fill import Fill, refuse_elements, refuse_nan, refuse_nan_read
+from vllm_module.core.fill import Fill, Slots, refuse_elements, refuse_nan, refuse_nan_read
 from vllm_module.core.fit import misfit, not_zeros
 from vllm_module.core.given import Group, Weights
 from vllm_module.core.plan import LoadPlan
@@ -34,7 +34,7 @@ from vllm_module.core.state import (
     refuse_to_run,
     unguard,
 )
-from vllm_module.core.tree import Location, Node, Tree, own_slots, state_of
+from vllm_module.core.tree import LoadState, Location, Node, Tree, own_slots, state_of
 from vllm_module.errors import WeightLoadError, WeightReadError
 from vllm_module.weights import Destination, Handle, Readers, TensorHandle, read_into
 from vllm_module.weights.changes import Changes
@@ -98,12 +98,13 @@ class Run:
         self.failure: BaseException | None = None
         self._refuses_nan = not getattr(root, "allow_nan", False)
         self._sources: dict[str, Any] = {}  # digests
-        self._changed: set[str] = set()  # names of tensors of which some elements were sent
+        self._written: Slots = {}
+        self._filled_by: dict[str, Slots] = {}  # by the name of a digest
         self._jobs_of: Callable[[Fill], Any] = Fill.jobs
         if getattr(root, "keep_digests", False):
             from vllm_module.core.digests import digested  # needs kernels, which a load does not
 
-            self._jobs_of = digested(self._sources)
+            self._jobs_of = digested(self._sources, self._filled_by)
         self._reader: Reader | None = None
         self._opened = ExitStack()  # the reader, until the run ends
         self._allocation = Allocation(self.tree, partial=partial)
@@ -131,8 +132,10 @@ class Run:
         self._process_rest()
         state, kept = state_of(self.root), self._jobs_of is not Fill.jobs
         state.report = plan.report
-        before = {n: each for n, each in state.sources.items() if n not in self._changed}
-        state.sources = before | self._sources if kept else {}
+        if kept:
+            self._keep_digests(state)
+        else:
+            state.sources, state.source_slots = {}, {}
         if not self.partial:
             allow_to_run(self.tree.modules)
 
@@ -155,6 +158,20 @@ class Run:
             self.failure = error  # an override that catches it does not make the load whole
             self._reader = None  # which reads no more
             raise
+
+    def _keep_digests(self, state: LoadState) -> None:
+        """Keep the digests of earlier runs, but those of slots that this one has written."""
+        tensors = (*self.root.named_parameters(), *self.root.named_buffers())
+        paths = {id(tensor): path for path, tensor in tensors}  # of a tied one, the first
+
+        def slots_in(slots: Slots) -> set[tuple[str, str]]:
+            return {(paths[id(each.tensor)], slot) for each, of in slots.items() for slot in of}
+
+        written, before = slots_in(self._written), state.source_slots.items()
+        state.source_slots = {name: of for name, of in before if written.isdisjoint(of)}
+        held = {name: each for name, each in state.sources.items() if name in state.source_slots}
+        state.sources = held | self._sources
+        state.source_slots |= {name: slots_in(of) for name, of in self._filled_by.items()}
 
     def undo(self) -> None:
         """Put what was allocated back on the meta device."""
@@ -179,9 +196,9 @@ class Run:
                 continue
             if target.held:
                 self.overwritten[location] = None
+            self._written.setdefault(location, set()).update(fill.slots)
             if isinstance(fill.weight, Changes):
                 changes.write(location.tensor, fill.slot, fill.weight)
-                self._changed.add(fill.name)
                 continue
             for weight, destination in self._jobs_of(fill):
                 if not isinstance(weight, torch.Tensor):

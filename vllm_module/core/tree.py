@@ -43,6 +43,7 @@ class LoadState:
         guard: the hook that checks before a forward pass; ``None`` once the module is ready.
         report: of the last load called on it.
         sources: with ``keep_digests``, the digests of what tensors were converted or cast from.
+        source_slots: for each of these, paths of the tensors, and slots, that it was read into.
 
     """
 
@@ -54,6 +55,7 @@ class LoadState:
     guard: RemovableHandle | None = None
     report: LoadReport | None = None
     sources: Digests = field(default_factory=dict)
+    source_slots: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
 
 class Node:

@@ -76,14 +76,16 @@ def together(
         )
     refusal: Exception | None = None
 
-    def attempt() -> T | _Refusal:
+    def attempt() -> tuple[T | _Refusal, bytes]:
         nonlocal refusal
         try:
-            return work()
+            result = work()
+            return result, _pickled(result)
         except refusals as error:
             refusal = error
             lost = isinstance(error, RankError) and not error.recoverable
-            return _Refusal(f"failed: {describe_error(error)}", lost)
+            refused = _Refusal(f"failed: {describe_error(error)}", lost)
+            return refused, _pickled(refused)
 
     depth = sum(1 for _ in _calls_with(group))
     with _alone(group, depth):
@@ -160,11 +162,10 @@ def _alone(group: dist.ProcessGroup | None, depth: int) -> Iterator[None]:
             _active.remove(call)
 
 
-def _carry_out(work: Callable[[], T], timeout: float, exchange: _Exchange) -> list[T]:
+def _carry_out(work: Callable[[], tuple[T, bytes]], timeout: float, exchange: _Exchange) -> list[T]:
     of_work = _current.set(exchange)
     try:
-        result = work()
-        pickled = _pickled(result)
+        result, pickled = work()
     except BaseException as error:
         # A collective raises one of these if a peer has left; subclasses have other causes.
         # So does a call of ``together`` inside of this one.

@@ -138,7 +138,7 @@ class _Routing:
         while expert < first + count:
             name = entry.name if entry.experts is None else entry.name.replace(EXPERT, str(expert))
             try:
-                stored, _ = self.source.find(name)
+                stored, number = self.source.find(name)
             except KeyError:
                 raise ValueError(
                     f"{printable_name(name)} is kept by the target, and the source's layout lacks "
@@ -153,7 +153,11 @@ class _Routing:
             alone = stored.experts is None
             end = expert + 1 if stored.experts is None else min(first + count, sum(stored.experts))
             at = tuple(self._partitions[name]) if alone else (stored.partition,)
-            yield _Kind(at, entry.partition, entry.shape, stored.dtype, (expert, end), alone)
+            experts = expert, end
+            if entry.experts is None and EXPERT in stored.name:  # the target has it under its name
+                assert number is not None
+                experts = number, number + 1
+            yield _Kind(at, entry.partition, entry.shape, stored.dtype, experts, alone)
             expert = end
 
     def route(self, kind: _Kind, entries: list[StoredTensorLayout]) -> Route:

@@ -13,6 +13,7 @@ from vllm_module.base.messages import describe_error, shorten
 from vllm_module.cooperative import SentBoxes
 from vllm_module.core.digests import ModelDigest, digest_of
 from vllm_module.errors import ModelNotReadyError
+from vllm_module.hf_config import read_entries
 from vllm_module.layout import Layout, layout_of_stages
 from vllm_module.runtime.arguments import check_type, known_arguments
 from vllm_module.runtime.cache.kv_cache import has_stored_scales
@@ -159,6 +160,8 @@ class WeightMethods:
         # A step reads weights, too. On a device it would wait for copies, and other ranks for it.
         on_cpu = executor.worker.device.type == "cpu"
         small = small_files(self.source.folder)
+        if overrides := self.source.overrides:  # the reader's model is this one
+            small["config.json"] = json.dumps(read_entries(self.source.folder, overrides)).encode()
         with self.engine.alone():
             beside_steps = executor.size == 1 and on_cpu
             file = HeldFile(executor.apply_model, self._check_whole, beside_steps)
