@@ -24,6 +24,7 @@ HEAD = (
     "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     "Authorization: Bearer sk-two\r\nContent-Type: application/json\r\n"
 )
+KEY = "sk-two"
 GOOD = {"prompt": "hello", "temperature": 0, "max_tokens": 5}
 
 BROKEN = {
@@ -190,6 +191,18 @@ def test_other_paths_and_methods(server: Any) -> None:
         code, answer = server.ask(method, path)
         assert (code, set(answer)) == (expected, {"error"})
     assert b"access-control" not in _raw(server, "OPTIONS /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
+def test_a_target_may_have_its_host(server: Any) -> None:
+    """HTTP has servers accept it (RFC 9112, 3.2.2); keys and paths are as without one."""
+    for target, key, expected in (
+        ("http://x/health", None, 200), ("HTTPS://x:80/v1/models?a=b", KEY, 200),
+        ("http://x/v1/models", None, 401), ("http://x/v1/nothing", KEY, 404),
+        ("http://x", KEY, 200), ("ftp://x/health", KEY, 404), ("x/health", KEY, 404),
+        ("/http://x/health", KEY, 404),
+    ):  # fmt: skip
+        assert server.ask("GET", target, key=key)[0] == expected, target
+    assert server.ask("POST", "http://x/v1/completions", GOOD)[0] == 200
 
 
 def _raw(server: Any, text: str) -> bytes:
