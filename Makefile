@@ -22,7 +22,7 @@ test: .venv/dev.stamp  ## run the tests; ARGS="tests/layers -x" chooses
 
 laws: .venv/dev.stamp  ## check each law of loading on EXAMPLES=200 cases, and faults; and what tests do in part
 	AT_LENGTH=1 $(BIN)/pytest -q -n 2 -m at_length
-	AT_LENGTH=1 $(BIN)/pytest -q -n 2 -m "not at_length" tests/kernels/test_compiled.py tests/server/test_many_clients.py tests/adapters/test_laws.py tests/laws/test_processes.py tests/layers/test_experts_that_move.py tests/distributed/test_rearranged_experts.py tests/distributed/test_many_ranks.py tests/distributed/test_pipeline.py tests/distributed/test_moves.py tests/distributed/test_moves_that_fail.py "tests/adapters/test_memory.py::test_drawn_requests[plain]"
+	AT_LENGTH=1 $(BIN)/pytest -q -n 2 -m "not at_length" tests/kernels/test_compiled.py tests/server/test_many_clients.py tests/adapters/test_laws.py tests/laws/test_processes.py tests/layers/test_experts_that_move.py tests/distributed/test_rearranged_experts.py tests/distributed/test_many_ranks.py tests/distributed/test_pipeline.py tests/distributed/test_moves.py tests/distributed/test_moves_that_fail.py tests/distributed/test_together.py tests/runtime/test_warm_up.py tests/runtime/test_sampling_params.py "tests/adapters/test_memory.py::test_drawn_requests[plain]"
 	SPLITS=100000 $(BIN)/pytest -q -n 2 tests/server/test_parsers.py -k every_split
 	$(BIN)/python tests/laws/table.py --examples $(or $(EXAMPLES),200)
 

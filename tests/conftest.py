@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import multiprocessing
 import os
 import runpy
+import select
 import signal
+import subprocess
+import sys
 import threading
 
 # A shell has its background jobs ignore SIGINT (nohup too), and what they start inherits that. The
@@ -18,11 +22,12 @@ if threading.current_thread() is threading.main_thread():
 # Without a GPU, kernels run in Triton's interpreter; Triton reads this when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +128,91 @@ def _ranks_are_forked() -> Iterator[None]:
         patch.setattr(processes, "multiprocessing", SimpleNamespace(get_context=context))
         yield
     forkserver._forkserver._stop()
+
+
+# Programs that tests start import PyTorch for most of their time: they are forks of one that has.
+TORCH = """
+import json, os, sys, traceback
+import torch
+
+for line in sys.stdin:
+    program = json.loads(line)
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            for number, name in (1, "out"), (2, "err"):
+                os.dup2(os.open(program[name], os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+            os.environ.clear()
+            os.environ.update(program["environment"])
+            sys.path.insert(0, program["folder"])
+            sys.argv = ["program", *program["arguments"]]
+            exec(compile(program["code"], "<program>", "exec"), {"__name__": "__main__"})
+            code = 0
+        except SystemExit as error:
+            code = error.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def run_with_torch(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Return the function that runs code in a process that has imported PyTorch, and nothing else.
+
+    Its arguments are the code and the program's arguments, a folder of modules, and the environment
+    instead of this one's. It is the fork of a process, and ends as a fork does.
+    """
+    folder = tmp_path_factory.mktemp("programs")
+    command = [sys.executable, "-c", TORCH]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as parent:
+
+        def run(
+            code: str,
+            *arguments: str,
+            modules: Path = folder,
+            environment: Mapping[str, str] | None = None,
+        ) -> subprocess.CompletedProcess[str]:
+            assert parent.stdin is not None
+            assert parent.stdout is not None
+            program = {
+                "code": code,
+                "arguments": arguments,
+                "out": str(folder / "out"),
+                "err": str(folder / "err"),
+                "folder": str(modules),
+                "environment": dict(os.environ if environment is None else environment),
+            }
+            print(json.dumps(program), file=parent.stdin, flush=True)
+            ended, _, _ = select.select([parent.stdout], [], [], 600.0)  # no test depends on it
+            assert ended, "the program does not end"
+            status = int(parent.stdout.readline())
+            out, err = ((folder / name).read_text() for name in ("out", "err"))
+            return subprocess.CompletedProcess(code, status, out, err)
+
+        try:
+            yield run
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects_to_look_at() -> Iterator[None]:
+    """Leave out of later garbage collections what the tests of a file have imported and cached.
+
+    A test that collects would look at it for a quarter of a second.
+    """
+    yield
+    if len(gc.get_objects(generation=2)) > 100_000:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

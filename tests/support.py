@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -21,8 +22,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 LIMIT = 600.0  # seconds after which a wait fails; no test depends on its length
 
@@ -184,17 +187,47 @@ def torchrun(
             agent.kill()  # its ranks end with it
 
 
-def run_program(script: Path, *arguments: object, log: Path, limit: float = LIMIT) -> int:
-    """Run ``script`` in a fork of the process that ranks of engines come from.
+def start_program(
+    script: Path,
+    *arguments: object,
+    log: Path,
+    out: Path | None = None,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
+) -> BaseProcess:
+    """Start ``script`` in a fork of the process that ranks of engines come from.
 
     That process has imported PyTorch, and has no threads. What the script and its own forks print
-    is written to ``log``. They end as forks do, and not as Python: a script that has to is started
-    by ``subprocess``. Returns the exit code.
+    is written to ``log``, and standard output to ``out`` if it is given. They end as forks do, and
+    not as Python: a script that has to is started by ``subprocess``. ``environment`` is added to
+    that of this process.
     """
     context = multiprocessing.get_context("forkserver")
-    given = {"PROGRAM": (str(script), *map(str, arguments)), "LOG": str(log)}
+    given = {
+        "PROGRAM": (str(script), *map(str, arguments)),
+        "LOG": str(log),
+        "OUT": out and str(out),
+        "ENVIRONMENT": {**os.environ, **(environment or {})},
+        "FOLDER": folder or Path.cwd(),
+    }
     process = context.Process(target=runpy.run_path, args=(__file__, given, "program"))
     process.start()
+    return process
+
+
+def start_command(*arguments: object, **options: Any) -> BaseProcess:
+    """Start ``vllm-module`` with ``arguments`` as ``start_program`` does a script."""
+    spec = importlib.util.find_spec("vllm_module.cli.__main__")
+    assert spec is not None
+    assert spec.origin is not None
+    return start_program(Path(spec.origin), *arguments, **options)
+
+
+def run_program(
+    script: Path, *arguments: object, log: Path, limit: float = LIMIT, **options: Any
+) -> int:
+    """Run ``script`` as ``start_program`` does, and return the exit code."""
+    process = start_program(script, *arguments, log=log, **options)
     try:
         process.join(limit)
         assert process.exitcode is not None, f"{script} has not ended within {limit:g} s"
@@ -222,6 +255,8 @@ if __name__ in ("agent", "program") and globals()["LOG"]:
     opened = os.open(globals()["LOG"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(opened, number)
+    if globals().get("OUT"):
+        os.dup2(os.open(globals()["OUT"], os.O_CREAT | os.O_WRONLY), 1)
 
 if __name__ == "agent":
     from torch.distributed.launcher import api
@@ -234,4 +269,7 @@ if __name__ == "agent":
     api.elastic_launch(config, as_program)(script, directory)
 
 if __name__ == "program":
+    os.environ.clear()
+    os.environ.update(globals()["ENVIRONMENT"])
+    os.chdir(globals()["FOLDER"])
     as_program(*globals()["PROGRAM"])

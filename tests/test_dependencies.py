@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,13 @@ def extra(name: str) -> set[str]:
 CORE = {distribution(requirement) for requirement in PROJECT["dependencies"]}
 
 
-def third_party(path: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield the top-level name of each foreign import, its line, and when it happens."""
+@cache  # two tests ask for those of the package
+def third_party(path: Path) -> list[tuple[str, int, str]]:
+    """Return the top-level name of each foreign import, its line, and when it happens."""
+    return list(_third_party(path))
+
+
+def _third_party(path: Path) -> Iterator[tuple[str, int, str]]:
     source = path.read_bytes()
     for_types = b"TYPE_CHECKING" in source  # few files have it, and writing conditions out is slow
     waiting: list[tuple[ast.AST, str]] = [(ast.parse(source), "at import")]

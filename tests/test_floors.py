@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -97,6 +98,11 @@ def complaint(importer: str, imported: str) -> str | None:
     return None
 
 
+@cache  # parsing all takes a second
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
+
+
 def violations(root: Path) -> list[str]:
     """Return one line for each forbidden import, each unknown room, and a cycle if there is one."""
     found = []
@@ -107,7 +113,7 @@ def violations(root: Path) -> list[str]:
         if room_of(importer) not in FLOOR_OF:
             found.append(f"{importer}: its room {room_of(importer)!r} has no floor")
             continue
-        for imported, line in imports(ast.parse(path.read_bytes()), known):
+        for imported, line in imports(parsed(path), known):
             if problem := complaint(importer, imported):
                 found.append(f"{path.relative_to(root)}:{line}: {imported} {problem}")
             elif imported in files:
@@ -131,7 +137,7 @@ def test_the_house_stays_small() -> None:
     arrows = {
         (room_of(importer), room_of(imported))
         for importer, path in files.items()
-        for imported, _ in imports(ast.parse(path.read_bytes()), known)
+        for imported, _ in imports(parsed(path), known)
         if imported in known and room_of(importer) != room_of(imported)
     }
     assert len(FLOOR_OF) <= 24

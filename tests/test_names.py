@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -14,11 +15,16 @@ PREPOSITIONS = "at", "by", "for", "from", "in", "of", "on", "to", "what", "with"
 IDIOMS = "in_proj", "in_flight", "in_memory", "in_place", "in_progress"
 
 
+@cache  # parsing all takes a second
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def class_homes(files: Iterable[Path]) -> dict[str, set[Path]]:
     """Return the files that define each class, by its name; private classes are left out."""
     homes: dict[str, set[Path]] = {}
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, set()).add(path.resolve())
     return homes
@@ -50,7 +56,7 @@ def test_a_second_definition_is_found(tmp_path: Path) -> None:
 def attributes(file: Path) -> set[str]:
     """Return the names that classes of a file declare or assign as attributes."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names.add(node.attr)
         elif isinstance(node, ast.ClassDef):
@@ -85,4 +91,4 @@ def test_a_preposition_is_found(tmp_path: Path) -> None:
 def test_every_module_says_what_it_is() -> None:
     """Each file of the package begins with a docstring."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    assert [path for path in files if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [path for path in files if not ast.get_docstring(parsed(path))] == []

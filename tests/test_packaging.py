@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +145,11 @@ def test_sdist_holds_tests_notes_and_instructions(built: Path, tree: Path) -> No
     assert not {"vllm_module/models", "vllm_module/kernels"} & names
 
 
-def test_wheel_imports_beside_transformers(wheel: Path) -> None:
+def test_wheel_imports_beside_transformers(
+    wheel: Path,
+    run_with_torch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     """The installed package has one top-level name, and transformers works beside it."""
     environment = os.environ | {"PYTHONPATH": str(wheel), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(wheel)],
-        cwd=wheel,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_with_torch(PROBE, str(wheel), modules=wheel, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import inspect
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import vllm_module
 from vllm_module import layers
 
+Run = Callable[..., subprocess.CompletedProcess[str]]  # run_with_torch of conftest.py
 PUBLIC = [
     "LLM",
     "AsyncLLM",
@@ -217,7 +217,7 @@ def test_layers_signatures_are_frozen(name: str) -> None:
     assert parameters(getattr(layers, name)) == frozen(LAYERS)[name]
 
 
-def test_import_is_light() -> None:
+def test_import_is_light(run_with_torch: Run) -> None:
     """Nothing is imported that only text, downloads or commands need, nor torch's compiler."""
     heavy = ("huggingface_hub", "rich", "tokenizers", "transformers", "typer")
     code = f"""
@@ -227,11 +227,11 @@ from vllm_module import LLM, get_model, layers
 assert "vllm_module.kernels.matmul.gguf_codebooks" in sys.modules
 print(*(name for name in ("torch._dynamo", "transformers") if name in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    done = run_with_torch(code)
+    assert (done.stdout.split(), done.returncode) == ([], 0), done.stderr
 
 
-def test_quantizing_per_tensor_imports_no_compiler() -> None:
+def test_quantizing_per_tensor_imports_no_compiler(run_with_torch: Run) -> None:
     """That import takes seconds; it kept the first model alive until a garbage collection."""
     code = """
 import sys, torch
@@ -242,8 +242,7 @@ layer.quantize(EightBitMethod(ONLINE["fp8_per_tensor"]))
 layer.load_weights({f"{name}.weight": torch.ones(n, 4) for name, n in (("gate", 3), ("up", 5))})
 print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    assert run_with_torch(code).stdout.split() == ["False"]
 
 
 @pytest.mark.parametrize("package", ["vllm_module", "vllm_module.weights"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -29,12 +30,15 @@ def where_it_is_ignored(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_tests_can_be_interrupted_where_they_are_ignored() -> None:
+def test_tests_can_be_interrupted_where_they_are_ignored(
+    run_with_torch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     """The tests' conftest.py lets them, and programs that they start, take an interrupt."""
     assert "AssertionError" in where_it_is_ignored("-c", CHECK).stderr
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHECK!r}], check=True)"
+    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     prepared = f"import runpy; runpy.run_path({str(CONFTEST)!r})"
-    done = where_it_is_ignored("-c", "\n".join([prepared, CHECK, start]))
+    done = run_with_torch("\n".join([ignored, prepared, CHECK, start]))
     assert (done.returncode, done.stderr) == (0, "")
 
 

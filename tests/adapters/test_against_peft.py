@@ -65,8 +65,9 @@ def assert_as_peft(tuned: Any, ranks: int, slots: bool = False, **settings: Any)
         assert torch.equal(after, before)
 
 
-# Four ranks are more than most families have key-value heads, which they replicate.
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+# Four ranks are more than most families have key-value heads, which they replicate. Slots are tried
+# on two.
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.at_length), 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(tuned: Callable[[str], Any], family: str, ranks: int) -> None:
     assert_as_peft(tuned(family), ranks)

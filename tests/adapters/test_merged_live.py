@@ -44,7 +44,14 @@ def ranks_of(family: str) -> dict[str, Any]:
     }.get(family, {})  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The others are merged on one rank, as test_merged.py merges their files.
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if ranks_of(family) else [pytest.mark.at_length])
+        for family in FAMILIES
+    ],
+)
 def test_family(tuned: Callable[[str], Any], family: str, tmp_path: Path) -> None:
     """Every tensor has PEFT's bits, on several ranks too, and requests get the adapter's tokens."""
     one = tuned(family)

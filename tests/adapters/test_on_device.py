@@ -81,7 +81,12 @@ ORDER: list[Names] = [
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mixtral", pytest.param("deepseek_v3", marks=pytest.mark.at_length)]
+    "family",
+    [
+        pytest.param("llama", marks=pytest.mark.at_length),  # the other tests have it, too
+        "mixtral",
+        pytest.param("deepseek_v3", marks=pytest.mark.at_length),
+    ],
 )
 def test_one_graph_replays_steps_of_any_adapters(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -191,7 +196,9 @@ def bytes_on_device(others: dict[int, Any]) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in memories}.values())
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_lora_rank": 32}])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"max_lora_rank": 32}, marks=pytest.mark.at_length)]
+)
 def test_adapters_sleep(tmp_path: Path, settings: dict[str, Any]) -> None:
     """A sleeping engine has no memory of adapters or slots on the device; updates are kept."""
     base, adapters = saved("llama", tmp_path)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_module.adapters import adapter_config, base_names, open_adapter
+from vllm_module.adapters.files import file_versions, fingerprint
 from vllm_module.distributed import run_ranks
 from vllm_module.errors import (
     CheckpointFormatError,
@@ -408,6 +409,16 @@ def test_files_that_are_missing(tuned: Callable[[str], Any], tmp_path: Path) -> 
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
     with pytest.raises(CheckpointFormatError, match=r"no adapter_model\.safetensors or"):
         load_adapter(base, tmp_path)
+
+
+@pytest.mark.parametrize("path", ["~no-such-user/adapter", Path("~no-such-user/adapter")])
+def test_a_home_of_nobody_is_a_folder_that_is_missing(path: str | Path) -> None:
+    """A ``~`` of no user stays what it is, as a shell has it."""
+    assert file_versions(path) == ()
+    with pytest.raises(CheckpointFormatError, match=r"~no-such-user/adapter"), open_adapter(path):
+        pass
+    with pytest.raises(FileNotFoundError, match=r"~no-such-user/adapter"):
+        fingerprint(path)
 
 
 def test_a_pickle_that_runs_code(tuned: Callable[[str], Any], tmp_path: Path) -> None:

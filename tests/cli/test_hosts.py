@@ -64,12 +64,16 @@ def test_tokens_of_two_hosts_are_those_of_transformers(folder: Path, tmp_path: P
     whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False)
     words = ("--prompt-ids", "1,2,3", "--max-new-tokens", 6, "--dtype", "float32", "--json")
     words += ("--device", "cpu", "--tp", 2, "--nnodes", 2, "--master-port", free_port())
+    places = two_folders(folder, tmp_path)
+    options = [{"log": place / "err", "out": place / "out", "folder": place} for place in places]
     processes = [
-        start(place, "generate", *words, "--node-rank", host)
-        for host, place in enumerate(two_folders(folder, tmp_path))
+        SUPPORT["start_command"]("generate", "model", *words, "--node-rank", host, **options[host])
+        for host in range(2)
     ]
-    ended = [each.communicate(timeout=SUPPORT["LIMIT"]) for each in processes]
-    assert [each.returncode for each in processes] == [0, 0], ended
+    for each in processes:
+        each.join(SUPPORT["LIMIT"])
+    ended = [[(place / name).read_text() for name in ("out", "err")] for place in places]
+    assert [each.exitcode for each in processes] == [0, 0], ended
     found = json.loads(ended[0][0])
     assert found["tensor_parallel_size"] == 2
     assert found["completions"][0]["ids"] == whole[0, len(PROMPT) :].tolist()

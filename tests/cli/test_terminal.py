@@ -172,8 +172,6 @@ SHELL = {
     "full disk, unbuffered": ("PYTHONUNBUFFERED=1 $program inspect $folder >/dev/full", 1, FULL),
     "full disk, buffered": ("PYTHONUNBUFFERED= $program inspect $folder >/dev/full", 1, FULL),
     "full disk for JSON": ("$program inspect --json $folder >/dev/full", 1, FULL),
-    "full disk for a page": ("$program plan $folder --html /dev/full", 1, FULL_FILE),
-    "full disk for a trace": ("$program load $folder --trace /dev/full", 1, FULL_FILE),
     "full disk, at the end": ("$program --version >/dev/full", 1, FULL),
     "full disk for errors": ("$program inspect /not/there 2>/dev/full", 1, ""),
     "full disk for usage errors": ("$program --frob 2>/dev/full", 2, ""),
@@ -199,6 +197,16 @@ def test_streams_and_limits_of_a_shell(
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(expected)
     assert done.stderr.count("\n") == bool(expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+@pytest.mark.parametrize("words", [("plan", "--html"), ("load", "--trace")], ids=" ".join)
+def test_a_full_disk_for_a_file_of_a_command(
+    run: Run, folder: Path, words: tuple[str, str]
+) -> None:
+    """The message is that of a stream, with the name of the file."""
+    done = run(words[0], folder, words[1], "/dev/full")
+    assert (done.code, done.err) == (1, FULL_FILE)
 
 
 def test_closed_streams_do_not_become_files() -> None:

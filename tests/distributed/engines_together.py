@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import runpy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from vllm_module.errors import RankError
 from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.layout import TransferPlan, layout_of_shards, parse_layout, rows
 from vllm_module.layout.layout_file import layout_json
+from vllm_module.runtime.ranks import processes
 
 working = runpy.run_path(str(Path(__file__).with_name("working_together.py")))
 die, await_events, TIMEOUT = working["die"], working["await_events"], working["TIMEOUT"]
@@ -195,6 +198,11 @@ def ranks_of_its_own(directory: Path, rank: int) -> Any:
     """Only one process of a world makes engines, which start their ranks and end in any order."""
     dist.init_process_group("gloo")
     if rank == 0:
+        # Ranks that are started import PyTorch in 2 s each: these are forks of one process.
+        forked = multiprocessing.get_context("forkserver")
+        forked.set_forkserver_preload(["vllm_module.runtime.ranks.worker"])
+        module: Any = processes
+        module.multiprocessing = SimpleNamespace(get_context=lambda _: forked)
         threads = torch.get_num_threads()
         settings = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
         policy = engine(directory, **settings)

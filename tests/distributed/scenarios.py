@@ -37,9 +37,11 @@ def ends_as_program(directory: Path, rank: int) -> bool:
     """Return whether Python ends in this rank, which may neither hang nor abort meanwhile.
 
     It writes to the pages that forks share, for a quarter of a second in each: other ranks end at
-    once. The first two are tried where something happened to one of them.
+    once. One of the first two is tried where something happened to one of them, and both with
+    ``AT_LENGTH``.
     """
-    return rank < 2 and any((directory / f"event.{each}").exists() for each in range(2))
+    tried = range(2) if "AT_LENGTH" in os.environ else [len(directory.name) % 2]
+    return rank in tried and any((directory / f"event.{each}").exists() for each in range(2))
 
 
 def run_rank(directory: Path, rank: int, scenario: Any) -> None:

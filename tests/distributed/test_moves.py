@@ -1,6 +1,6 @@
 """Weights that four ranks of a trainer send to four of an engine, of many families, in 8 processes.
 
-Without ``AT_LENGTH`` each family and each way of sharing is tried, and not all of them together.
+Without ``AT_LENGTH`` each way of sharing is tried, of some families.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ MORE = 1 << 20  # bytes of memory that Python and gloo take beside tensors
 def notes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     def run(directory: Path) -> None:
         log = directory / "log"
-        assert SUPPORT["run_program"](SCRIPT, directory, log=log) == 0, log.read_text()
+        variables = TOGETHER["write_configurations"](directory / "configurations.json")
+        code = SUPPORT["run_program"](SCRIPT, directory, log=log, environment=variables)
+        assert code == 0, log.read_text()
 
     directory = SUPPORT["fill_once"](tmp_path_factory.getbasetemp(), "moves", run)
     return [json.loads((directory / f"rank{at}.json").read_text()) for at in range(2 * RANKS)]

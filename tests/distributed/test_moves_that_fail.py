@@ -92,7 +92,9 @@ def verdict(directory: Path, draw: Any) -> str:
 def test_drawn_faults_are_named(tmp_path: Path) -> None:
     """All other ranks name the rank, and some tensors; they are whole, or refuse; they go on."""
     seeds, log = chosen(), tmp_path / "log"
-    code = SUPPORT["run_program"](SCRIPT, tmp_path, *seeds, log=log, limit=3000)
+    variables = FAILING["MOVES"]["write_configurations"](tmp_path / "configurations.json")
+    options = {"log": log, "limit": 3000, "environment": variables}
+    code = SUPPORT["run_program"](SCRIPT, tmp_path, *seeds, **options)
     assert code == 0, log.read_text()
     table: dict[tuple[str, str], Counter[str]] = {}
     wrong = []

@@ -9,30 +9,38 @@ import json
 import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
 
+Compile = Callable[..., str]
 SHARED_MEMORY = {120: 101376, 90: 232448, 80: 166912}  # bytes of one thread block, at most
 AT_LENGTH = bool(os.environ.get("AT_LENGTH"))
 PROGRAM = Path(__file__).with_name("compiling.py")
 NOTE = Path(__file__).parents[2] / "design" / "0017-before-the-first-gpu.md"
 
 
-def compiled(*arguments: str) -> str:
-    """Compile in another process: in this one Triton interprets."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = [sys.executable, str(PROGRAM), *arguments]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def compiled(
+    run_with_torch: Callable[..., subprocess.CompletedProcess[str]],
+) -> Compile:
+    """Return the function that compiles in another process: in this one Triton interprets."""
+
+    def compile_them(*arguments: str) -> str:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        code = f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+        done = run_with_torch(code, *arguments, modules=PROGRAM.parent, environment=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return compile_them
 
 
 @pytest.mark.skipif(triton.__version__ != "3.7.1", reason="each compiler has registers of its own")
-def test_the_code_of_defaults_is_that_of_the_note() -> None:
+def test_the_code_of_defaults_is_that_of_the_note(compiled: Compile) -> None:
     """Registers, blocks, tiles ahead and conversions of each main kernel are those of the note."""
     lines = compiled("90", "--table", *[] if AT_LENGTH else ["--short"]).splitlines()
     assert len(lines) == (12 if AT_LENGTH else 5)
@@ -40,7 +48,7 @@ def test_the_code_of_defaults_is_that_of_the_note() -> None:
     assert [line for line in lines if line not in noted] == []
 
 
-def test_gpus_of_less_shared_memory_than_hopper_take_other_tiles() -> None:
+def test_gpus_of_less_shared_memory_than_hopper_take_other_tiles(compiled: Compile) -> None:
     """Of 12.0, which is later than Hopper, a thread block has less than half of its memory."""
     results = json.loads(compiled("120", *["--all"] * AT_LENGTH))["compiled"]
     assert {"_decode", "_prefill", "_decode_latent", "_prefill_latent", "_multiply"} <= {
@@ -50,7 +58,7 @@ def test_gpus_of_less_shared_memory_than_hopper_take_other_tiles() -> None:
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.at_length)])
-def test_kernels_compile_within_the_limits_of_the_gpu(capability: int) -> None:
+def test_kernels_compile_within_the_limits_of_the_gpu(compiled: Compile, capability: int) -> None:
     """Shared memory fits, no register spills, and products use the GPU's matrix instructions.
 
     The figures are real: larger tiles need more shared memory.

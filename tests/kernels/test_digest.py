@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from itertools import pairwise, product
 
 import pytest
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from vllm_module.kernels.digest import boxes, digest, digest_matrix, keys, on_cpu
 from vllm_module.kernels.digest.boxes import matrices
-from vllm_module.kernels.digest.compiled import compiled_multiply
 from vllm_module.kernels.digest.digest import Digest, digest_box, digest_elements
 
 MODULUS = 2**64
@@ -245,7 +245,7 @@ def test_conjugated_and_negated_views_are_their_values() -> None:
     assert digest_box(tensor.conj().imag) == digest_box(-tensor.imag)
 
 
-@pytest.mark.skipif(compiled_multiply() is None, reason="needs numba, of the extra digest")
+@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba, of the extra digest")
 @pytest.mark.parametrize("columns", [1, 999, 1440, 5000])
 def test_the_compiled_loop_agrees(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What numba compiles for large boxes gives the sums of numpy, whatever the strides."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm_module.kernels.matmul.kept_loops import Loop, compiled
 from vllm_module.kernels.matmul.torch_threads import in_threads, numbers
 
 pytest.importorskip("numba")
+Run = Callable[..., subprocess.CompletedProcess[str]]  # run_with_torch of conftest.py
 
 
 def doubling(times: int) -> Any:
@@ -85,39 +85,37 @@ def test_threads_compile_a_loop_once(times_compiled: list[Any]) -> None:
 
 
 TOGETHER = """
-import sys
+import os
 import torch
 from vllm_module.kernels.matmul import kept_loops
 from vllm_module.kernels.experts.compiled_routing import compiled_order
 
 original = kept_loops._compile
 def compile_it(function):
-    print("compiled")
+    os.write(1, b"compiled ")
     return original(function)
 kept_loops._compile = compile_it
-print("ready", flush=True)
-sys.stdin.readline()
-assert compiled_order().address
+begun, begin = os.pipe()
+pids = []
+for _ in range(3):
+    if not (pid := os.fork()):
+        os.close(begin)
+        os.read(begun, 1)  # nothing comes before the pipe is closed
+        assert compiled_order().address
+        os._exit(0)
+    pids.append(pid)
+os.close(begin)
+print(*[os.waitpid(pid, 0)[1] for pid in pids])
 """
 
 
 def test_processes_that_start_together_compile_a_loop_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_with_torch: Run
 ) -> None:
     # An empty folder.
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kept"))
-    command = [sys.executable, "-c", TOGETHER]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with ExitStack() as stack:
-        processes = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(3)]
-        for each in processes:
-            assert each.stdout.readline() == "ready\n"
-        for each in processes:
-            each.stdin.write("\n")
-            each.stdin.flush()
-        said = [each.communicate(timeout=300)[0] for each in processes]
-    assert [each.returncode for each in processes] == [0, 0, 0]
-    assert sorted(said) == ["", "", "compiled\n"]
+    done = run_with_torch(TOGETHER)
+    assert done.stdout == "compiled 0 0 0\n", done.stderr
     assert kept(tmp_path).suffix == ".loop"  # and no lock is left
 
 
@@ -198,10 +196,11 @@ assert [*processor()] == expected, processor()
 
 
 @pytest.mark.parametrize("name", [pytest.param("haswell", marks=pytest.mark.at_length), "Generic"])
-def test_the_processor_is_as_numba_takes_it(name: str) -> None:
+def test_the_processor_is_as_numba_takes_it(name: str, run_with_torch: Run) -> None:
     """A generic one has no features: what is compiled for it runs on any host."""
     set_by_user = {**os.environ, "NUMBA_CPU_NAME": name}
-    subprocess.run([sys.executable, "-c", AS_NUMBA], env=set_by_user, timeout=300, check=True)
+    done = run_with_torch(AS_NUMBA, environment=set_by_user)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_compiling_there_are_no_loops(
@@ -312,14 +311,14 @@ assert made(100).sum() == 200
 @pytest.mark.parametrize(
     ("libraries", "imports"), [("{}", "False"), ("{'numba.gone': ''}", "True")]
 )
-def test_a_new_process_loads_loops_without_numba(libraries: str, imports: str) -> None:
+def test_a_new_process_loads_loops_without_numba(
+    libraries: str, imports: str, run_with_torch: Run
+) -> None:
     """Unless a version of numba has its libraries elsewhere. It is imported beside them later."""
     from vllm_module.kernels.matmul.code_rows_matmul import compiled_loops
     from vllm_module.kernels.matmul.compiled_floats import FLOAT32
 
     compiled_loops(FLOAT32, False)  # on disk from now on
     program = PROCESS.replace("LIBRARIES or", f"{libraries} or")
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_with_torch(program)
     assert (done.stdout.strip(), done.returncode) == (imports, 0), done.stderr

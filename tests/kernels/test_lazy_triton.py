@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+Run = Callable[..., subprocess.CompletedProcess[str]]  # run_with_torch of conftest.py
 
 START = """
 import sys
@@ -80,33 +82,24 @@ print("launched")
 """
 
 
-def test_no_module_imports_triton_at_a_start() -> None:
-    command = [sys.executable, "-c", START]
-    assert subprocess.check_output(command, text=True, timeout=300) == "False\n"
+def test_no_module_imports_triton_at_a_start(run_with_torch: Run) -> None:
+    assert run_with_torch(START).stdout == "False\n"
 
 
-def test_a_kernel_is_launched_early_from_the_first_time_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_is_launched_early_from_the_first_time_on(run_with_torch: Run) -> None:
     """Whether Triton has seen it or not: a graph that is captured later has the same kernel."""
     # Triton's interpreter never launches early.
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    said = subprocess.check_output([sys.executable, "-c", EARLY], text=True, timeout=300)
+    said = run_with_torch(EARLY, environment={**os.environ, "TRITON_INTERPRET": "0"}).stdout
     assert said == "{'EARLY': False} {'EARLY': True, 'launch_pdl': True}\n"
 
 
-def test_kernels_of_other_modules_are_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_other_modules_are_called(tmp_path: Path, run_with_torch: Run) -> None:
     """Made by threads at the same time, and launched through a table that was there before, too."""
     for name, text in (("leaf", LEAF), ("middle", MIDDLE), ("top", TOP)):
         (tmp_path / f"{name}.py").write_text(text)
     # Kernels run on a CPU in Triton's interpreter alone.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "top.py")],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = run_with_torch("import top", modules=tmp_path, environment=environment)
     assert done.stdout == "launched\n", done.stderr
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -104,7 +104,9 @@ def test_values_are_checked_where_there_are_some(monkeypatch: pytest.MonkeyPatch
         assert checks_values(OnDevice()) is not capturing
 
 
-def test_kernels_are_imported_where_there_is_no_triton() -> None:
+def test_kernels_are_imported_where_there_is_no_triton(
+    run_with_torch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     """Without Triton, plain torch computes every operation."""
     program = """
 import sys
@@ -120,8 +122,7 @@ from vllm_module.kernels.rows.rms_norm import rms_norm
 assert rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).equal(torch.ones(2, 4))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = [sys.executable, "-c", program]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    done = run_with_torch(program, environment=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 PROGRAM = """
@@ -36,11 +36,12 @@ json.dump(found, sys.stdout)
 """
 
 
-def test_squares_are_added_in_one_order() -> None:
+def test_squares_are_added_in_one_order(
+    run_with_torch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     """A thread has the same numbers of a row whether the norm is quantized or not."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    done = run_with_torch(PROGRAM, str(Path(__file__).parent), environment=environment)
     assert done.returncode == 0, done.stderr
     layouts = json.loads(done.stdout)
     assert len(layouts) == 12

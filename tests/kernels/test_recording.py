@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -254,9 +253,10 @@ print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
 """
 
 
-def test_torchs_compiler_is_not_imported() -> None:
+def test_torchs_compiler_is_not_imported(
+    run_with_torch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     """Its import takes longer than all else that an engine does before its first step."""
     own = PROCESS.replace(" + int(torch.zeros(()))", "")
     for program in (PROCESS.replace(", recording.running()", ""), own):
-        command = [sys.executable, "-c", program]
-        assert subprocess.check_output(command, text=True, timeout=300).split() == ["False"] * 2
+        assert run_with_torch(program).stdout.split() == ["False"] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -179,11 +179,10 @@ json.dump([listed, counted()], sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def counts() -> list[dict[str, int]]:
+def counts(run_with_torch: Callable[..., subprocess.CompletedProcess[str]]) -> list[dict[str, int]]:
     """Count what would be compiled, in another process: in this one Triton interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "100"]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    done = run_with_torch(PROGRAM, str(Path(__file__).parent), "100", environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -65,6 +65,15 @@ def assert_elements_go_where_they_are_held(case: Case) -> None:
         module.load_weights(case.tensors)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+DEEP = "a tied model in depth", "a hybrid with experts in depth"  # whose stages are subjects, too
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.at_length] if name in DEEP else [])
+        for name in SUBJECTS
+    ],
+)
 def test_subject(name: str) -> None:
     SUBJECTS[name].hold(assert_elements_go_where_they_are_held)

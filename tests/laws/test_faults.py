@@ -15,6 +15,24 @@ from vllm_module.core import fit, given, run
 
 TABLE = runpy.run_path(str(Path(__file__).with_name("faults.py")))
 FAULTS = TABLE["FAULTS"]
+# Each takes half a second and more, and others break the same laws: "make laws" tries all.
+LONG = {
+    "every size but 1 is refused",
+    "a rule for a path skips what begins like it",
+    "ranks of all groups add up their sums of squares",
+    "a rank forgets the bias that experts are chosen by",
+    "packed experts are cut by rank and not by slot",
+    "experts that follow each other lie side by side, whatever their places",
+    "rows that two ranks want are laid out one too far",
+    "the padding of slots is not zeroed",
+    "what is left of a row before a range is not cut out",
+    "parts of two ranks are exchanged",
+    "a rank counts blocks of nested scales from its own first",
+    "a word or group of two ranks is cut",
+    "a buffer is reused before every rank has taken its batch",
+    "the order of inputs is ignored",
+    "experts have one value between them",
+}
 SUBJECTS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))["SUBJECTS"]
 
 
@@ -33,10 +51,19 @@ def _first_failure_is_enough() -> Iterator[None]:
 def test_there_are_many_faults() -> None:
     """The table has at least 25 faults, each of its own, and every law is shown to bite."""
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 25
-    assert {f"assert_{fault.law}" for fault in FAULTS} == {law.__name__ for law in testing.LAWS}
+    short = {fault for fault in FAULTS if fault.name not in LONG}
+    assert len(short) == len(FAULTS) - len(LONG)
+    assert {f"assert_{fault.law}" for fault in short} == {law.__name__ for law in testing.LAWS}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.at_length] if fault.name in LONG else [])
+        for fault in FAULTS
+    ],
+    ids=lambda fault: fault.name.replace(" ", "-"),
+)
 def test_a_fault_breaks_its_law(fault: Any) -> None:
     """With the fault in the running code, the law fails, and not because the fault is broken."""
     law = getattr(testing, f"assert_{fault.law}")

@@ -17,7 +17,9 @@ from vllm_module.testing import (
     LAWS,
     Law,
     assert_accounting_exact,
+    assert_cost_linear,
     assert_order_independent,
+    assert_pure,
     assert_reload_in_place,
     assert_staged,
     tp_sizes,
@@ -43,9 +45,24 @@ def fewer_cases() -> Iterator[None]:
     settings.load_profile(before)
 
 
+# These two are about what all layers share: each is held for a third of them, and for each class
+# of parameters in test_parameters.py.
+SHARED = assert_cost_linear, assert_pure
+
+
 @pytest.mark.usefixtures("fewer_cases")
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [
+        pytest.param(
+            name,
+            law,
+            marks=[pytest.mark.at_length] if law in SHARED and (row + column) % 3 else [],
+        )
+        for row, name in enumerate(LAYERS)
+        for column, law in enumerate(LAWS)
+    ],
+)
 def test_a_layer_keeps_the_law(name: str, law: Law) -> None:
     """The law holds for any arguments of the layer and any number of ranks."""
     LAYERS[name].hold(law)

@@ -42,7 +42,7 @@ PARAMETERS = runpy.run_path(str(Path(__file__).with_name("subjects.py")))["PARAM
 def fewer_cases() -> Iterator[None]:
     """Try fewer cases of each law and class than of a property; "make laws" tries more."""
     before = settings.get_current_profile_name()
-    settings.register_profile("few", settings.get_profile(before), max_examples=4)
+    settings.register_profile("few", settings.get_profile(before), max_examples=2)
     settings.load_profile("few")
     yield
     settings.load_profile(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -349,11 +350,15 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
+@cache
+def of_two_ranks() -> ModelDigest:
+    return total(Ranks(2).models)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_transfer_is_named(fault: str) -> None:
     """The digest differs in the tensors that the fault is in, and in no others."""
-    ranks = Ranks(2)
-    expected = total(ranks.models)
+    ranks, expected = Ranks(2), of_two_ranks()
     names, plant = FAULTS[fault]
     with torch.no_grad():
         plant(ranks)

@@ -323,3 +323,14 @@ FILES: dict[str, dict[str, Any]] = {
     "llama-longrope": {"rope_parameters": LONGROPE},
     "phi3-longrope": {"rope_parameters": LONGROPE},
 }
+
+# One configuration of each architecture, and those whose layers or positions differ most from it.
+DISTINCT = {
+    *{config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values(),
+    "llama-dynamic",
+    "llama-longrope",
+    "llama-tied-biases",
+    "mistral-window",
+    "qwen2-window-one-kv-head",
+    "deepseek-v2-groups",
+}

@@ -17,10 +17,16 @@ from vllm_module.runtime.ranks import executor
 
 pytest.importorskip("numba")
 STEPS = 32  # as in conftest.py
-CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
+CASES = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in CASES["DISTINCT"] else [pytest.mark.at_length])
+        for name in sorted(CASES["CONFIGS"])
+    ],
+)
 def test_tokens_are_those_of_transformers(
     name: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

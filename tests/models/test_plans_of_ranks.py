@@ -22,7 +22,8 @@ from vllm_module.hf_config import parse_config
 from vllm_module.quantization import rules_for
 from vllm_module.runtime.cache.kv_cache import page_bytes
 
-CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
+CASES = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
+CONFIGS = CASES["CONFIGS"]
 
 # Tensor-parallel size, expert-parallel size and how weights are quantized while they load.
 LAYOUTS = [(2, 1, None), (4, 1, "fp8_per_channel"), (1, 3, None), (2, 4, "fp8_per_tensor")]
@@ -51,7 +52,13 @@ def folded(plan: LoadPlan) -> tuple[LoadPlan, list[int]]:
     return replace(plan, fills=first), [len(each) for each in groups]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in CASES["DISTINCT"] else [pytest.mark.at_length])
+        for name in CONFIGS
+    ],
+)
 def test_a_plan_of_another_rank_is_that_of_its_model(name: str) -> None:
     """Pieces, shapes and memory found from rank 0 are those of a model built for the rank."""
     hf_config = AutoConfig.for_model(**CONFIGS[name])

@@ -27,7 +27,8 @@ from vllm_module.quantization import rules_for
 from vllm_module.testing import random_weights
 from vllm_module.weights import open_checkpoint
 
-CONFIGS = runpy.run_path(str(Path(__file__).with_name("configurations.py")))["CONFIGS"]
+CASES = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
+CONFIGS = CASES["CONFIGS"]
 INT8 = "int8_per_channel_weight_only"
 FIVE = {"num_hidden_layers": 5}
 # Of these, three stages are uneven.
@@ -100,7 +101,14 @@ def check_stages(config: Any, count: int, tp_size: int) -> None:
     assert sum(each.digest() for models, _, _ in ranks for each in models[1:]) == whole
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "gpt2" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in CASES["DISTINCT"] else [pytest.mark.at_length])
+        for name in CONFIGS
+        if "gpt2" not in name
+    ],
+)
 def test_two_stages_are_the_whole_model(name: str) -> None:
     """Logits are equal bit for bit, each name is loaded by its stage, and digests add up.
 

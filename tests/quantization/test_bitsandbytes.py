@@ -66,7 +66,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model.compute_logits(model(ids, torch.arange(len(ids))))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.at_length), 4])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_rank_holds_its_part_of_what_bitsandbytes_multiplies_out(
     stored: Callable[..., Any], name: str, kind: str, size: int

@@ -97,7 +97,7 @@ def assert_bytes(model: vLLMModule, checkpoint: Any, rank: int, size: int) -> se
     return dtypes
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.at_length), 2])
 def test_bytes_are_kept_and_mean_the_same(
     published: Callable[[str], Any], layout: str, size: int
 ) -> None:

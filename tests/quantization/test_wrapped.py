@@ -71,7 +71,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model.compute_logits(model(ids, torch.arange(len(ids))))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.at_length), 2])
 @pytest.mark.parametrize("name", [*LAYOUTS, *PACKED, *BITSANDBYTES])
 def test_logits_are_those_of_the_weights_multiplied_out(
     stored: Callable[[str], Any], name: str, size: int

@@ -58,7 +58,7 @@ def order(values: list[float]) -> list[int]:
 
 
 def adjust(logits: list[float], row: Row) -> list[float]:
-    """Return logits after bias, penalties and bans, computed token by token."""
+    """Return logits after bias, penalties, bans and allowances, computed token by token."""
     x, p = list(logits), row.params
     for token, bias in (p.logit_bias or {}).items():
         x[token] += bias
@@ -67,7 +67,8 @@ def adjust(logits: list[float], row: Row) -> list[float]:
         x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
     for token, times in Counter(row.token_ids[row.prompt_len :]).items():
         x[token] -= p.frequency_penalty * times + p.presence_penalty
-    for token in row.banned:
+    allowed = range(len(x)) if p.allowed_token_ids is None else p.allowed_token_ids
+    for token in {*range(len(x))} - ({*allowed} - {*row.banned}):
         x[token] = -math.inf
     return x
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.errors import EngineBusyError
+from vllm_module.runtime.engine_thread import PauseMode
 
 PROMPTS = [
     [1, 2, 3],
@@ -208,6 +209,42 @@ def test_pause_keeps_and_resume_continues(sync: LLM, llm: AsyncLLM) -> None:
         return [tokens(each) for each in await asyncio.gather(first, second)]
 
     assert run(paused()) == expected
+
+
+def test_no_other_thread_computes_requests_that_a_pause_keeps(sync: LLM, llm: AsyncLLM) -> None:
+    """Its steps would compute all requests, so they are refused, until none waits any more."""
+    (expected,) = tokens(sync.generate([1], LONG, use_tqdm=False)[0])
+
+    def others() -> list[list[int]]:
+        return tokens(llm.llm.generate([5], GREEDY, use_tqdm=False)[0])
+
+    async def paused() -> list[int]:
+        first = asyncio.ensure_future(last(llm, [1], LONG))
+        await until(lambda: llm.llm.engine.totals.generation_tokens and llm.llm.engine.requests)
+        await llm.pause("keep")
+        before = llm.llm.engine.totals.generation_tokens
+        with pytest.raises(RuntimeError, match="paused, and a step would compute 1 requests that"):
+            await asyncio.to_thread(others)
+        with pytest.raises(RuntimeError, match="paused"):
+            await llm.call(lambda engine: engine.generate([5], GREEDY, use_tqdm=False))
+        assert llm.llm.engine.totals.generation_tokens == before
+        assert len(llm.llm.engine.requests) == 1, "the refused ones have ended"
+        await llm.resume()
+        found: list[int] = tokens(await first)[0]
+        for mode in get_args(PauseMode):  # nothing waits, so nothing is computed that should not be
+            await llm.pause(mode)
+            assert [len(each) for each in await asyncio.to_thread(others)] == [12]
+            waits = asyncio.ensure_future(last(llm, [2], GREEDY))
+            await until(lambda: llm.llm.engine.requests)
+            with pytest.raises(RuntimeError, match="paused"):
+                await asyncio.to_thread(others)
+            assert not waits.done()
+            await llm.resume()
+            assert [len(each) for each in tokens(await waits)] == [12]
+        return found
+
+    assert run(paused()) == expected
+    assert [len(each) for each in others()] == [12]
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])

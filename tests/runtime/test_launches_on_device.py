@@ -111,8 +111,14 @@ def test_sampling_launches_little(
         assert launches_of(device, kernels) <= most
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize(
+    ("in_graph", "overlapped"),
+    [
+        (True, False),
+        (False, True),
+        *(pytest.param(each, each, marks=pytest.mark.at_length) for each in (False, True)),
+    ],
+)
 def test_a_greedy_step_is_one_graph_and_two_copies(
     folders: Any, monkeypatch: pytest.MonkeyPatch, in_graph: bool, overlapped: bool
 ) -> None:

@@ -303,8 +303,17 @@ def test_the_last_message_is_continued(
 NAMES = [[], ["tool_use"], ["default", "tool_use"], ["tool_use", "default", "short"]]
 
 
-@pytest.mark.parametrize("named", NAMES, ids=str)
-@pytest.mark.parametrize("where", ["entry", "files", "both"])
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        *(("both", named) for named in NAMES),
+        ("entry", NAMES[0]),
+        ("entry", NAMES[2]),
+        ("files", NAMES[1]),
+        ("files", NAMES[3]),
+    ],
+    ids=str,
+)
 def test_templates_are_chosen_by_name_and_by_tools(
     tmp_path: Path, named: list[str], where: str
 ) -> None:

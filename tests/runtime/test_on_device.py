@@ -38,7 +38,14 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SERVED)
+# Others have their kinds of caches, weights and experts.
+LONG = "experts", "FP8 cache", "FP8 weights"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.at_length] if name in LONG else []) for name in SERVED],
+)
 def test_an_engine_starts_and_serves(folders: Any, name: str) -> None:
     """Without a given memory for pages, it measures its largest steps, and gives a CPU's tokens."""
     architecture, options = SERVED[name]

@@ -131,7 +131,9 @@ def test_a_rank_of_a_reader_reads_what_it_keeps(
     [
         ("mixtral", {"enable_expert_parallel": True}),
         pytest.param("phi3", {}, marks=pytest.mark.at_length),
-        ("gpt_oss", {}),
+        pytest.param(
+            "gpt_oss", {}, marks=pytest.mark.at_length
+        ),  # as one rank's, in test_replica.py
     ],
 )
 def test_other_families_are_whole(

@@ -137,7 +137,7 @@ def test_an_engine_of_two_ranks_serves_one_of_another_number(
     assert found == [expected]
 
 
-@pytest.fixture(scope="module", params=["llama", "mixtral"])
+@pytest.fixture(scope="module")
 def quantizable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose rows hold whole scale groups on two ranks, too."""
     entries = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -150,9 +150,16 @@ def quantizable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+# Each scheme is tried on one rank and on two, and of either family.
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [("fp8", torch.float8_e4m3fn), ("int4_per_group", torch.int32)]
+    ("quantizable", "scheme", "dtype", "ranks"),
+    [
+        ("llama", "fp8", torch.float8_e4m3fn, 1),
+        ("llama", "int4_per_group", torch.int32, 2),
+        ("mixtral", "fp8", torch.float8_e4m3fn, 2),
+        ("mixtral", "int4_per_group", torch.int32, 1),
+    ],
+    indirect=["quantizable"],
 )
 def test_a_reader_quantizes_what_it_gets(
     quantizable: Path, scheme: str, dtype: torch.dtype, ranks: int

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from vllm_module.runtime.sampling import sampler
-from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.adjustments import Adjustments
+from vllm_module.runtime.sampling.row import NamedTokens, Row
 from vllm_module.runtime.sampling.sampler import LogitsError, prompt_logprobs
+from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.sampling_params import SamplingParams
 
 # Pytest's importlib mode has no imports between test files.
@@ -49,6 +51,55 @@ def test_a_banned_token_is_not_chosen() -> None:
     assert tokens(logits, [Row(params, banned={0})]) == [2]
     assert tokens(logits, [Row(params, banned=(0, 2, 2))]) == [1]
     assert broken(logits, [Row(params, banned={0, 1, 2})]) == [0]
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[list[list[Row]], torch.Tensor]:
+    """Draw requests, each as rows of its samples, and logits of all rows, without ties."""
+    vocab = draw(st.sampled_from([3, 40, 300]))
+    token = st.integers(0, vocab - 1)
+    requests = []
+    for _ in range(draw(st.integers(1, 3))):
+        bias = st.dictionaries(token, st.integers(-32, 32).map(lambda i: i / 4), max_size=4)
+        params = SamplingParams(
+            temperature=0,
+            logit_bias=draw(st.none() | bias),
+            allowed_token_ids=draw(st.none() | st.lists(token, min_size=1, max_size=9)),
+            presence_penalty=draw(st.sampled_from([0.0, 1.5])),
+        )
+        rows, named = [], NamedTokens(params)
+        for _ in range(draw(st.integers(1, 4))):
+            ids = draw(st.lists(token, max_size=5))
+            banned = draw(st.sets(token, max_size=2))
+            rows.append(Row(params, ids, 2, banned=banned, named=named))
+        requests.append(rows)
+    count, random = sum(map(len, requests)), torch.Generator()
+    random.manual_seed(draw(st.integers(0, 2**32)))
+    values = [torch.randperm(vocab, generator=random).float() / 8 + 1 / 64 for _ in range(count)]
+    return requests, torch.stack(values)
+
+
+@given(samples(), st.randoms())
+def test_samples_share_the_biased_and_allowed_tokens_of_their_request(
+    case: tuple[list[list[Row]], torch.Tensor], random: Any
+) -> None:
+    """Each row has the token of plain Python; a request's tokens are sent once for all samples."""
+    requests, logits = case
+    rows = [row for each in requests for row in each]
+    random.shuffle(rows)
+    expected = []
+    for values, row in zip(logits.tolist(), rows, strict=True):
+        adjusted = adjust(values, row)
+        first = order(adjusted)[0]
+        expected.append(first if adjusted[first] > -math.inf else -1)
+    assert sampler.sample(logits, rows).tokens.tolist() == expected
+    _, _, biases, named, *_ = Adjustments(
+        rows, range(len(rows)), logits.shape[1], TokenCounts()
+    ).arrays
+    each = [request[0].params for request in requests]
+    distinct = sum(len(p.logit_bias or ()) + len({*(p.allowed_token_ids or ())}) for p in each)
+    assert len(named) == distinct + sum(len(row.banned) for row in rows)
+    assert len(biases) <= len(named)
 
 
 @settings(max_examples=25)
@@ -154,6 +205,7 @@ def test_processed_logprobs_are_transformers(
     "row",
     [
         Row(SamplingParams(logit_bias={8: 1.0})),
+        Row(SamplingParams(allowed_token_ids=[1, 8, 1])),
         Row(SamplingParams(repetition_penalty=2), [1, 8]),
         Row(SamplingParams(presence_penalty=1), [1, -1], 1),
         Row(GREEDY, banned={8}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -101,7 +102,7 @@ def test_valid_values_are_kept_as_they_were_given(values: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", VALID)
-@settings(max_examples=40)
+@settings(max_examples=40 if "AT_LENGTH" in os.environ else 15)
 @given(st.data())
 def test_invalid_values_are_refused_by_name(name: str, data: st.DataObject) -> None:
     """An invalid value beside valid ones is refused, and the message names it alone."""

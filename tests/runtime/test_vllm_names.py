@@ -246,20 +246,22 @@ def test_a_request_keeps_the_parameters_it_was_added_with(llm: LLM) -> None:
     assert last.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_metrics_of_a_request_and_of_the_engine(llm: LLM) -> None:
-    """Times are in order, and sums grow by what a request did."""
+@pytest.mark.parametrize("samples", [1, 3])
+def test_metrics_of_a_request_and_of_the_engine(llm: LLM, samples: int) -> None:
+    """Times are in order, and sums grow by what a request did; its samples have steps together."""
 
     def numbers() -> dict[str, Any]:
         found = {each.name: each for each in llm.get_metrics()}
         return {name: getattr(each, "value", each) for name, each in found.items()}
 
     before = numbers()
-    (output,) = llm.generate("once upon", greedy(5, ignore_eos=True), use_tqdm=False)
+    params = greedy(5, ignore_eos=True, n=samples)
+    (output,) = llm.generate("once upon", params, use_tqdm=False)
     metrics = output.metrics
     assert 0 < metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
     assert metrics.first_token_ts < metrics.last_token_ts
     assert metrics.first_token_latency == metrics.first_token_ts - metrics.queued_ts
-    assert (metrics.num_generation_tokens, metrics.num_preemptions) == (5, 0)
+    assert (metrics.num_generation_tokens, metrics.num_preemptions) == (5 * samples, 0)
     assert metrics.arrival_time > 1.7e9
     assert output.lora_request is None
     assert output.outputs[0].finished()
@@ -272,7 +274,7 @@ def test_metrics_of_a_request_and_of_the_engine(llm: LLM) -> None:
         old, new = (each[f"vllm:{name}_seconds"] for each in (before, after))
         assert new.count - old.count == new.buckets["+Inf"] - old.buckets["+Inf"] == 1
         assert new.sum - old.sum == pytest.approx(seconds)
-    assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] == 5
+    assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] == 5 * samples
     assert after["vllm:prompt_tokens"] - before["vllm:prompt_tokens"] == 9
     assert (after["vllm:num_requests_running"], after["vllm:num_requests_waiting"]) == (0, 0)
     assert after["vllm:kv_cache_usage_perc"] == 0

@@ -6,7 +6,7 @@ import json
 import os
 import runpy
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,9 +63,15 @@ def entries(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_meta() -> Any:
+def on_meta(
+    run_with_torch: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Any:
     """Run every architecture on meta tensors, in another process: in this one Triton interprets."""
-    configurations = {name: entries(name) for name in ARCHITECTURES["CONFIGS"]}
+    names = {"llama", *ARCHITECTURES["DISTINCT"], *(name for name, _ in SERVED.values())} - {"bert"}
+    if "AT_LENGTH" in os.environ:
+        names |= ARCHITECTURES["CONFIGS"].keys()
+    configurations = {name: entries(name) for name in sorted(names)}
     rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
     configurations["proportional"] = configurations["llama"] | {"rope_parameters": rope}
     bert = AutoConfig.for_model("bert", vocab_size=130, num_attention_heads=4, **SMALL)
@@ -80,14 +86,11 @@ def on_meta() -> Any:
         models[name] = config | (HEADS if architecture.startswith("qwen3") else {}), options
     given = {"configurations": configurations, "models": models}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, HERE / "on_meta.py"],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = tmp_path_factory.mktemp("on_meta") / "given.json"
+    path.write_text(json.dumps(given))
+    code = f"import runpy, sys; sys.stdin = open({str(path)!r})\n"
+    code += f"runpy.run_path({str(HERE / 'on_meta.py')!r}, run_name='__main__')"
+    done = run_with_torch(code, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -7,8 +7,6 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -132,34 +130,22 @@ def test_an_update_in_place(server: Any, sync: LLM, adapter: Path, tmp_path: Pat
 
 
 def test_a_wrong_folder(server: Any, tmp_path: Path) -> None:
-    given = {"lora_name": "wrong", "lora_path": str(tmp_path)}
-    code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
-    assert code == 400
-    assert "adapter_config.json" in answer["error"]["message"]
+    for path in (str(tmp_path), "~no-such-user/adapter"):
+        given = {"lora_name": "wrong", "lora_path": path}
+        code, answer = server.ask("POST", "/v1/load_lora_adapter", given, ADMIN)
+        assert code == 400
+        assert "adapter_config.json" in answer["error"]["message"]
 
 
-def test_the_command(folder: Path, sync: LLM, adapter: Path) -> None:
+def test_the_command(folder: Path, sync: LLM, adapter: Path, tmp_path: Path) -> None:
     """Adapters of --lora-modules are models from the start."""
     port = SUPPORT["free_port"]()
-    given = ["--lora-modules", f"one={adapter}", "--lora-modules", f"two={adapter}"]
-    command = [
-        "-m",
-        "vllm_module.cli",
-        "serve",
-        str(folder),
-        "--port",
-        str(port),
-        "--max-loras",
-        "1",
-        "--max-cpu-loras",
-        "1",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, *command, *given, "--device", "cpu", "--dtype", "float32"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ),
-    )
+    process = SUPPORT["start_command"](
+        "serve", folder, "--port", port,
+        "--max-loras", "1", "--max-cpu-loras", "1", "--lora-modules", f"one={adapter}",
+        "--lora-modules", f"two={adapter}", "--device", "cpu", "--dtype", "float32",
+        log=tmp_path / "log",
+    )  # fmt: skip
     sync.load_adapter("served", adapter)
     params = SamplingParams(temperature=0, max_tokens=12)
     (wanted,) = sync.generate(TEXT, params, use_tqdm=False, lora_request="served")
@@ -174,7 +160,7 @@ def test_the_command(folder: Path, sync: LLM, adapter: Path) -> None:
             return json.load(answer)
 
     def is_up() -> bool:
-        assert process.poll() is None
+        assert process.is_alive()
         try:
             return bool(ask("/v1/models")["data"])
         except urllib.error.HTTPError as error:
@@ -191,12 +177,12 @@ def test_the_command(folder: Path, sync: LLM, adapter: Path) -> None:
         ]
         assert texts == [wanted.outputs[0].text] * 2
         assert ask("/v1/completions", model=str(folder))["choices"][0]["text"] != texts[0]
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-        assert process.returncode == 0
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(60)
+        assert process.exitcode == 0
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 @pytest.mark.parametrize(

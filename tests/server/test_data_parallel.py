@@ -8,13 +8,12 @@ import os
 import re
 import runpy
 import signal
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ Until = Callable[[Callable[[], object]], None]
 class Replicated(NamedTuple):
     """A server with two engines."""
 
-    process: subprocess.Popen[str]
+    process: BaseProcess
     url: str
 
     def open(self, path: str, key: str | None = KEY, **body: Any) -> Any:
@@ -90,28 +89,27 @@ class Replicated(NamedTuple):
 
 
 @contextmanager
-def starting(folder: Path) -> Iterator[Replicated]:
+def starting(folder: Path, log: Path) -> Iterator[Replicated]:
     port = SUPPORT["free_port"]()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_module.cli", "serve", str(folder), "--port", str(port),
-         "--data-parallel-size", "2", "--device", "cpu", "--dtype", "float32"],
-        stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"VLLM_MODULE_API_KEY": KEY, "VLLM_MODULE_ADMIN_KEY": ADMIN},
+    process = SUPPORT["start_command"](
+        "serve", folder, "--port", port, "--data-parallel-size", "2", "--device", "cpu",
+        "--dtype", "float32", log=log,
+        environment={"VLLM_MODULE_API_KEY": KEY, "VLLM_MODULE_ADMIN_KEY": ADMIN},
     )  # fmt: skip
     try:
         yield Replicated(process, f"http://127.0.0.1:{port}")
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Replicated]:
-    with starting(folder) as server:
+def serving(folder: Path, log: Path) -> Iterator[Replicated]:
+    with starting(folder, log) as server:
         seen = set()
 
         def is_up() -> bool:
-            assert server.process.poll() is None
+            assert server.process.is_alive()
             seen.add(server.status("/health"))
             return 200 in seen
 
@@ -121,14 +119,17 @@ def serving(folder: Path) -> Iterator[Replicated]:
 
 
 @pytest.fixture(scope="module")
-def one_server(folder: Path) -> Iterator[Callable[[], Replicated]]:
+def one_server(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], Replicated]]:
     """Return the function that starts a server, unless one runs."""
     servers: list[Replicated] = []
+    log = tmp_path_factory.mktemp("server") / "log"
     with ExitStack() as ends:
 
         def started() -> Replicated:
-            if not servers or servers[-1].process.poll() is not None:
-                servers.append(ends.enter_context(serving(folder)))
+            if not servers or not servers[-1].process.is_alive():
+                servers.append(ends.enter_context(serving(folder, log)))
             return servers[-1]
 
         yield started
@@ -255,23 +256,28 @@ def test_engines_that_end(server: Replicated, sync: LLM, until: Until) -> None:
     for number in range(3):
         assert server.text(f"after {number}") == expected(sync, f"after {number}")
     server.process.terminate()
-    assert server.process.wait() == 0
+    server.process.join()
+    assert server.process.exitcode == 0
     until(lambda: not Path(f"/proc/{engines[1]}").exists())
 
 
+@pytest.mark.at_length  # so do those of a process in test_front.py
 def test_engines_end_with_a_server_that_is_killed(server: Replicated, until: Until) -> None:
     engines = server.engines()
     server.process.kill()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
-def test_a_server_is_told_to_end_while_its_engines_load(folder: Path, until: Until) -> None:
+def test_a_server_is_told_to_end_while_its_engines_load(
+    folder: Path, tmp_path: Path, until: Until
+) -> None:
     """It ends them first, so that they leave no folders behind."""
-    with starting(folder) as server:
+    with starting(folder, tmp_path / "log") as server:
         until(lambda: len(server.engines()) == 2)
         engines = server.engines()
         server.process.terminate()
-        assert server.process.wait() == 0
+        server.process.join()
+        assert server.process.exitcode == 0
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engines))
 
 
@@ -289,13 +295,13 @@ def test_what_is_refused(
     several = ["--data-parallel-size", "2", "--device", "cpu"]
     assert main(["serve", str(folder), *several, "--weights-port", "1", "--admin-key", "x"]) == 2
     assert "the port of one engine" in capfd.readouterr().err
-    (tmp_path / "config.json").write_text('{"architectures": ["Nobody"], "model_type": "none"}')
+    (tmp_path / "config.json").write_text('{"architectures": ["Nobody')
     port = str(SUPPORT["free_port"]())
     assert main(["serve", str(tmp_path), *several, "--port", port]) == 1
     error = capfd.readouterr().err
     place = f"by 2 engines, listening at http://127.0.0.1:{port}"
     assert error.startswith(f"loading {tmp_path} {place}\n")
-    assert "Nobody" in error
+    assert "config.json is not valid JSON" in error
     assert re.search(r"engine \d \(pid \d+\) ended with exit code 1 before it had loaded", error)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["serve", str(folder), *several]) == 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import runpy
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllm_module.server.backends import DEAD, Backend, BackendAnswer, prefixes_of
+from vllm_module.server.backends import DEAD, Backend, BackendAnswer, Backends, prefixes_of
 from vllm_module.server.connection import Limits
 from vllm_module.server.endpoint import Keys
 from vllm_module.server.errors import ApiError
@@ -24,7 +26,8 @@ from vllm_module.server.front import Front, front_application
 # Pytest's importlib mode has no imports between test files.
 STUBS: Any = runpy.run_path(str(Path(__file__).with_name("stubs.py")))
 engines, Stub = (STUBS[name] for name in ("engines", "Stub"))
-wait_until = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))["wait_until"]
+SUPPORT = runpy.run_path(str(Path(__file__).parents[1] / "support.py"))
+wait_until = SUPPORT["wait_until"]
 
 
 def test_the_choice() -> None:
@@ -168,6 +171,29 @@ def test_an_engine_is_told_to_end_once(tmp_path: Path) -> None:
         assert backend.code == 1
     finally:
         backend.wait(0.0)
+
+
+def test_engines_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    """It has started them, and can tell them nothing."""
+
+    def start(_: int) -> None:
+        sleeping = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
+        backends = Backends(sleeping, "SOCKET", [{}, {}])
+        (tmp_path / "new").write_text(" ".join(str(each.pid) for each in backends.all))
+        (tmp_path / "new").rename(tmp_path / "pids")
+        signal.pause()
+
+    (server,) = SUPPORT["fork_ranks"](1, start, port=0)
+    wait_until((tmp_path / "pids").exists, "it has started two")
+    engines = [Path("/proc", pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [each.exists() for each in engines] == [True, True]
+    os.kill(server, signal.SIGKILL)
+    assert SUPPORT["exit_codes"]([server]) == [-signal.SIGKILL]
+    try:
+        wait_until(lambda: not any(each.exists() for each in engines), "both have ended")
+    finally:
+        for each in filter(Path.exists, engines):
+            os.kill(int(each.name), signal.SIGKILL)
 
 
 def test_a_request_goes_where_there_is_room() -> None:

@@ -39,7 +39,7 @@ def test_a_bucket_has_all_values_up_to_its_edge(name: str) -> None:
     for value in values:
         stats = RequestStateStats(num_generation_tokens=2, last_token_ts=value)
         stats.first_token_latency = value if name == FIRST else 0.0
-        totals.end("stop", stats)
+        totals.end("stop", stats, 2)
     buckets, total, count = read(totals, name)
     assert buckets == {edge: sum(value <= edge for value in values) for edge in edges}
     assert (total, count) == (pytest.approx(sum(values)), len(values))
@@ -55,7 +55,7 @@ def test_the_time_of_a_token_is_the_mean_of_those_after_the_first(tokens: int) -
     for time in times:
         stats.add_token(time)
     totals = Totals()
-    totals.end("stop", stats)
+    totals.end("stop", stats, tokens)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps) if gaps else 0.0
     assert read(totals, TOKEN)[1:] == (pytest.approx(mean), int(bool(gaps)))
@@ -65,5 +65,5 @@ def test_the_time_of_a_token_is_the_mean_of_those_after_the_first(tokens: int) -
 
 def test_a_request_without_a_token_is_not_counted() -> None:
     totals = Totals()
-    totals.end("stop", RequestStateStats(queued_ts=3.0))
+    totals.end("stop", RequestStateStats(queued_ts=3.0), 0)
     assert all(read(totals, name)[2] == 0 for name in (FIRST, TOKEN, WHOLE))

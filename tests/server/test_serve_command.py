@@ -127,16 +127,15 @@ def test_stop_seconds_end_requests_that_go_on(folder: Path, tmp_path: Path) -> N
     # So long that the limit of tokens does not end it.
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
     base = f"http://127.0.0.1:{SUPPORT['free_port']()}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_module.cli", "serve", str(model), "--device", "cpu",
-         "--port", base.rpartition(":")[2], "--stop-seconds", "1"],
-        stderr=subprocess.PIPE,
-        text=True,
+    log = tmp_path / "log"
+    process = SUPPORT["start_command"](
+        "serve", model, "--device", "cpu", "--port", base.rpartition(":")[2],
+        "--stop-seconds", "1", log=log,
     )  # fmt: skip
     try:
 
         def is_up() -> bool:
-            assert process.poll() is None
+            assert process.is_alive()
             return status(f"{base}/health") == 200
 
         SUPPORT["wait_until"](is_up, "the server answers")
@@ -163,14 +162,15 @@ def test_stop_seconds_end_requests_that_go_on(folder: Path, tmp_path: Path) -> N
         with urllib.request.urlopen(request) as stream:
             stream.readline()
             begin = time.monotonic()
-            process.send_signal(signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
             lines = []
             with suppress(HTTPException, ConnectionError):
                 for line in stream:
                     lines.append(line)
             seconds = time.monotonic() - begin
-        error = process.communicate(timeout=60)[1]
-        assert process.returncode == 0, error
+        process.join(60)
+        error = log.read_text()
+        assert process.exitcode == 0, error
         assert len(lines) > 10
         assert b"data: [DONE]\n" not in lines
         told = json.loads([line for line in lines if line.strip()][-1][6:])["error"]
@@ -182,25 +182,27 @@ def test_stop_seconds_end_requests_that_go_on(folder: Path, tmp_path: Path) -> N
         assert "Traceback" not in error
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 def test_another_engine_loads_from_a_server(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With --weights-port, by the admin key; and without a key, the option is refused."""
     assert main(["serve", str(folder), "--weights-port", "1"]) == 2
     assert "it needs an --admin-key" in capsys.readouterr().err
     port, weights = SUPPORT["free_port"](), SUPPORT["free_port"]()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_module.cli", "serve", str(folder), "--device", "cpu",
-         "--port", str(port), "--weights-port", str(weights)],
-        env=os.environ | {"VLLM_MODULE_ADMIN_KEY": "key-of-operators"},
+    process = SUPPORT["start_command"](
+        "serve", folder, "--device", "cpu", "--port", port, "--weights-port", weights,
+        log=tmp_path / "log", environment={"VLLM_MODULE_ADMIN_KEY": "key-of-operators"},
     )  # fmt: skip
     try:
 
         def is_up() -> bool:
-            assert process.poll() is None
+            assert process.is_alive()
             return status(f"http://127.0.0.1:{port}/health") == 200
 
         SUPPORT["wait_until"](is_up, "the server answers")
@@ -217,7 +219,7 @@ def test_another_engine_loads_from_a_server(
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def test_what_is_refused_at_once(

@@ -206,6 +206,49 @@ def test_a_list_of_required_calls_that_is_cut_off_has_those_before(server: Any) 
     assert message["content"] == found.message.content == call[:-2]
 
 
+LETTERS = {"enum": ["aa", "bb"]}
+X = {"required": ["x"], "additionalProperties": False}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "definitions": {
+        "properties": {"x": {"$ref": "#/definitions/E"}}, "definitions": {"E": LETTERS},
+    },
+    "$defs": {"properties": {"x": {"$ref": "#/$defs/E"}}, "$defs": {"E": LETTERS}},
+    "another E": {"properties": {"x": {"$ref": "#/$defs/E"}}, "$defs": {"E": {"enum": [1, 2]}}},
+    "a property": {"properties": {"x": {"$ref": "#/properties/y"}, "y": LETTERS}},
+    "draft 7": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"x": {"$ref": "#/definitions/E"}},
+        "definitions": {"E": LETTERS},
+    },
+    "no type": {"properties": {"x": LETTERS}},
+    "or null": {"type": ["object", "null"], "properties": {"x": LETTERS}},
+    "an id": {"$id": "http://own/id", "properties": {"x": {"$ref": "#/$defs/E"}},
+              "$defs": {"E": LETTERS}},
+    "itself": {"properties": {"x": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", *PARAMETERS])
+def test_arguments_of_required_calls_follow_the_tool_s_own_schema(server: Any, choice: str) -> None:
+    """By JSON Schema's validator: references stay within a tool, and arguments are an object."""
+    schemas = {name.replace(" ", "_"): {**each, **X} for name, each in PARAMETERS.items()}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in schemas.items()
+    ]
+    name = choice.replace(" ", "_")
+    named = {"type": "function", "function": {"name": name}}
+    wanted = choice if choice == "required" else named
+    for seed in range(6 if choice == "required" else 1):
+        body = {"tools": tools, "tool_choice": wanted, "seed": seed, "parallel_tool_calls": False}
+        (found,) = create(server, **body, logit_bias=bias(server, {"{": -50})).choices
+        (call,) = found.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert isinstance(arguments, dict)
+        Draft202012Validator(schemas[call.function.name]).validate(arguments)
+        assert call.function.name == name or choice == "required"
+
+
 class Answer(BaseModel):
     city: str
     days: list[int]
@@ -328,12 +371,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": wrong}}],
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "f",
+                            "parameters": {**wrong, "properties": {"x": {"$ref": "#/$defs/E"}}},
+                        },
+                    }
+                ],
                 "tool_choice": "required",
             },
-            "$defs of 'f' should be a mapping of schemas",
+            "structured_outputs cannot be followed: ",
         )
-        for wrong in ({"$defs": []}, {"$defs": None})
+        for wrong in ({"$defs": []}, {"$defs": None}, {"definitions": {"E": {}}})
     ),
 ]
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,13 +58,14 @@ print(handle.narrow(1, 0, 8).read().numel())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_process_at_its_limits_is_told_which_and_goes_on(tmp_path: Path) -> None:
+def test_a_process_at_its_limits_is_told_which_and_goes_on(
+    tmp_path: Path, run_with_torch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """Too many open files, then too little memory; with the limit lifted each is read."""
     folders = [tmp_path / "many", tmp_path / "large"]
     for folder in folders:
         folder.mkdir()
-    script = [sys.executable, "-c", LIMITED, *map(str, folders)]
-    result = subprocess.run(script, capture_output=True, text=True, timeout=300)
+    result = run_with_torch(LIMITED, *map(str, folders))
     assert result.returncode == 0, result.stderr
     files, opened, memory, elements = result.stdout.splitlines()
     for words in ("cannot be opened: Too many open files", "ulimit -n", str(folders[0])):

@@ -315,6 +315,7 @@ def test_a_byte_that_is_no_bool_is_refused(write_file, value: int) -> None:
     assert handle.narrow(0, 0, 1).read().tolist() == [[False, True]]
 
 
+@pytest.mark.at_length
 def test_more_than_two_pieces_of_the_real_size(tmp_path: Path) -> None:
     """40 MiB, cut by rows or columns, are read as they are: no test shrinks a constant here."""
     whole = torch.arange(10 << 20, dtype=torch.int32).view(5 << 9, 1 << 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -38,7 +39,7 @@ def open_adapter(path: str | Path) -> Iterator[tuple[AdapterConfig, dict[str, We
 
     Raises ``CheckpointFormatError`` for a folder that lacks a file, and for damaged ones.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     config = read_adapter_config(folder)
     with open_checkpoint(_tensor_file(folder)) as checkpoint:
         yield config, base_names(checkpoint, config)
@@ -60,7 +61,7 @@ def fingerprint(path: str | Path) -> str:
     Hosts may have copies of the files, so times are not part of it: it covers the settings, and of
     the tensors what :attr:`Checkpoint.fingerprint` does.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     with open_checkpoint(_tensor_file(folder)) as checkpoint:
         digest.update(checkpoint.fingerprint.encode())
@@ -69,7 +70,7 @@ def fingerprint(path: str | Path) -> str:
 
 def file_versions(path: str | Path) -> tuple[tuple[str, int, int, int], ...]:
     """Return name, size, and times of change of an adapter's files; others after any change."""
-    folder, found = Path(path).expanduser(), []
+    folder, found = Path(os.path.expanduser(path)), []
     for name in (CONFIG_FILE, *_FILES):
         if is_there(folder / name, follow_links=True):  # links that lead nowhere: open_adapter
             status = (folder / name).stat()

@@ -63,7 +63,9 @@ class AsyncLLM:
     fails, every call that had a request in it raises ``RuntimeError`` with the reason.
 
     Attributes:
-        llm: the engine; other threads may use its methods, which wait for the end of a step.
+        llm: the engine; other threads may use its methods, which wait for the end of a step. While
+            it is paused and requests wait, those that compute steps raise ``RuntimeError``, as a
+            step would compute these, too.
 
     """
 

@@ -162,9 +162,16 @@ class Engine(RepeatedSteps):
         Returns the requests that got a token or ended. If the model raises, each sequence of the
         step is computed alone, and only requests that fail alone end with the error. If no single
         request is at fault, the error is raised, and all requests end with it.
+
+        Raises ``RuntimeError``, and changes nothing, while requests are kept from it.
         """
         begin = time.perf_counter()
         with self.alone():
+            if kept := sum(not request.finished for request in tuple(self.kept)):
+                raise RuntimeError(
+                    f"the engine is paused, and a step would compute {kept} requests that wait: "
+                    "resume() it first, or end them"
+                )
             step, unread = Step(), list[Request]()
             try:
                 if self.async_scheduling and self._launched and self._launched[0].ended:

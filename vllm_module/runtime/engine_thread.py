@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Literal, TypeVar
@@ -165,6 +165,7 @@ class EngineThread:
         if mode == "keep":
             return self._stop_draining()
         self._draining = True
+        self._keep(())
         if mode == "abort":
             self._abort_running(lambda *_: True)
         return ()
@@ -174,9 +175,15 @@ class EngineThread:
         self.paused = False
         return self._stop_draining()
 
+    def _keep(self, requests: Collection[Request]) -> None:
+        """Keep requests from the steps of other threads, after the one that goes on."""
+        with self.llm.engine.reading():
+            self.llm.engine.kept = requests
+
     def _stop_draining(self) -> list[Request]:
         """Carry out what waits for the end of requests, and add those that have waited, too."""
         self._draining = False
+        self._keep(self.running if self.paused else ())
         drained, self._drained = self._drained, []
         for result, then in drained:
             self.carry_out(then, result)
@@ -260,31 +267,32 @@ class EngineThread:
         if given_up:  # no step computes them
             params = params.model_copy(update={"structured_outputs": None})
         added: list[Request] = []
-        try:
-            self.llm._check("generate")
-            for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
-                request = self.llm._add(
-                    prompt,
-                    params,
-                    Tokenization(),
-                    streamed=inbox.every_token,
-                    request_id=request_id,
-                    grammar=grammar,
-                )
-                if isinstance(request, RequestOutput):
-                    which = f"prompt {index}: " if len(prompts) > 1 else ""
-                    raise ValueError(f"{which}{request.error}")
-                added.append(request)
-        except Exception as error:
-            for request in added:
-                self.llm.engine.abort(request)
-            self._note(inbox, 0, error)
-            return ()
-        for index, request in enumerate(added):
-            self.running[request] = inbox, index
-            if request.request_id in inbox.aborted:
-                self.llm.engine.abort(request)
-        return added
+        with self.llm.engine.reading():  # no other thread's step comes in between
+            try:
+                self.llm._check("generate")
+                for index, (request_id, prompt) in enumerate(zip(ids, prompts, strict=True)):
+                    request = self.llm._add(
+                        prompt,
+                        params,
+                        Tokenization(),
+                        streamed=inbox.every_token,
+                        request_id=request_id,
+                        grammar=grammar,
+                    )
+                    if isinstance(request, RequestOutput):
+                        which = f"prompt {index}: " if len(prompts) > 1 else ""
+                        raise ValueError(f"{which}{request.error}")
+                    added.append(request)
+            except Exception as error:
+                for request in added:
+                    self.llm.engine.abort(request)
+                self._note(inbox, 0, error)
+                return ()
+            for index, request in enumerate(added):
+                self.running[request] = inbox, index
+                if request.request_id in inbox.aborted:
+                    self.llm.engine.abort(request)
+            return added
 
     def abort(self, which: Callable[[str, Inbox], bool]) -> Iterable[Request]:
         """End the requests that ``which`` chooses by their id and their caller.

@@ -126,7 +126,7 @@ def row_of(sequence: Sequence, stop_token_ids: Set[int]) -> Row:
     params = request.params
     if row is None:
         key = (request.arrival, sequence.index)
-        row = Row(params, sequence.tokens, request.prompt_len, key=key)
+        row = Row(params, sequence.tokens, request.prompt_len, key=key, named=request.named)
         sequence.sampling_row = row
     banned: Collection[int] = ()
     if params.min_tokens and len(sequence.output) < params.min_tokens:

@@ -131,10 +131,10 @@ class Totals:
     requests: dict[str, int] = field(default_factory=dict)
     times: list[Histogram] = field(default_factory=_times)
 
-    def end(self, reason: str, stats: RequestStateStats) -> None:
-        """Count a request that has ended."""
+    def end(self, reason: str, stats: RequestStateStats, tokens: int) -> None:
+        """Count a request that has ended, whose longest sample has ``tokens``."""
         self.requests[reason] = self.requests.get(reason, 0) + 1
-        if not (tokens := stats.num_generation_tokens):
+        if not tokens:
             return
         first, last = stats.first_token_ts, stats.last_token_ts
         token = (last - first) / (tokens - 1) if tokens > 1 else None

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from itertools import chain
 
 import torch
@@ -48,6 +49,7 @@ class Requests:
         adapters: adapters that requests may ask for, by name.
         totals: sums over all requests.
         refusal: reason why no requests are accepted, or ``None``.
+        kept: requests that no step may compute now.
         weight_version: name of the weights, which updates change.
         weight_changes: number of changes of the weights that have begun.
         weights_lock: is held while they change.
@@ -79,6 +81,7 @@ class Requests:
         self.adapters: dict[str, ServedAdapter] = {}
         self.totals = Totals()
         self.refusal: str | None = None
+        self.kept: Collection[Request] = ()
         self.weight_version = "0"
         self.weight_changes, self.weights_lock = 0, threading.RLock()
         self.lock = threading.RLock()
@@ -116,7 +119,10 @@ class Requests:
             served = None if adapter is None else self.adapter(adapter)
             every = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
             update = {name: self.vocab_size for name, count in every.items() if count == -1}
-            params = params.model_copy(update=update, deep=True)
+            # Copies of lists; of their numbers it would take long.
+            held = params.__dict__.items()
+            lists = {name: copy(value) for name, value in held if isinstance(value, list | dict)}
+            params = params.model_copy(update=lists | update)
             most = len(prompt_token_ids) + (params.max_tokens or self.max_model_len)
             max_len = min(most, self.max_model_len)
             request = Request(
@@ -334,8 +340,10 @@ class Requests:
         sequence.finish_reason = reason
         complete_text(sequence, self.tokenizer)
         if sequence.request.finished:
-            self.totals.end(reason, sequence.request.metrics)
-            del self.requests[sequence.request.request_id]
+            request = sequence.request
+            longest = max(len(each.tokens) for each in request.sequences) - request.prompt_len
+            self.totals.end(reason, request.metrics, longest)
+            del self.requests[request.request_id]
 
     def _end_request(
         self, request: Request, reason: FinishReason, error: str | None = None

@@ -222,7 +222,8 @@ class SamplingParams(Settings):
         other = self.model_copy()  # a deep copy takes longer than to tokenize a short prompt
         for name, value in other.__dict__.items():
             if not isinstance(value, _WITHOUT_PARTS):
-                other.__dict__[name] = deepcopy(value)
+                is_flat = isinstance(value, list) or name == "logit_bias"
+                other.__dict__[name] = value.copy() if is_flat else deepcopy(value)
         other._others = deepcopy(self._others)
         return other
 

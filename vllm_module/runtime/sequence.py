@@ -13,7 +13,7 @@ import numpy.typing as npt
 from vllm_module.runtime.cache.page_pool import ROOT
 from vllm_module.runtime.metrics import RequestStateStats
 from vllm_module.runtime.sampling.grammar import Grammar
-from vllm_module.runtime.sampling.row import Row
+from vllm_module.runtime.sampling.row import NamedTokens, Row
 from vllm_module.runtime.sampling.sampler import Logprob
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.served_adapter import ServedAdapter
@@ -135,6 +135,7 @@ class Request:
         grammar: what the output must follow, at its beginning.
         cache_salt: the salt of the prompt.
         adapter: the adapter that it is computed with; ``None`` for the model itself.
+        named: tokens that its parameters give a bias or allow; ``None`` without any.
 
     """
 
@@ -157,6 +158,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)
+        names_some = self.params.logit_bias or self.params.allowed_token_ids is not None
+        self.named = NamedTokens(self.params) if names_some else None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # the first token has no logprob
         seed = self.params.seed

@@ -14,8 +14,6 @@ from vllm_module.server.parsers import Parser, format_of, reasoning_of, switch_o
 from vllm_module.server.protocol import ChatBody
 from vllm_module.server.tool_formats import CHOSEN, FORMATS
 
-_ANY_OBJECT = {"type": "object"}
-
 
 @dataclass(frozen=True)
 class Formats:
@@ -174,18 +172,11 @@ def _chosen(choice: Any, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 def _schema_of_calls(functions: Sequence[Mapping[str, Any]], several: bool) -> dict[str, Any]:
     """Return the schema of a list of calls, as the format :data:`CHOSEN` reads it."""
-    definitions: dict[str, Any] = {}
     items = []
-    for function in functions:
-        parameters = dict(function.get("parameters") or _ANY_OBJECT)
-        defined = parameters.pop("$defs", {})
-        if not isinstance(defined, Mapping):
-            message = f"$defs of {shorten(function['name'])} should be a mapping of schemas"
-            raise ApiError(400, message, "tools")
-        for name, definition in defined.items():
-            if definitions.setdefault(name, definition) != definition:
-                message = f"two tools define {shorten(name)} in $defs, and differ"
-                raise ApiError(400, message, "tools")
+    for number, function in enumerate(functions):
+        given = function.get("parameters") or {}
+        # With an $id, references are to the tool's own schema. Arguments are always an object.
+        parameters = {"$id": f"urn:tool:{number}", **given, "type": "object"}
         call = {"name": {"const": function["name"]}, "parameters": parameters}
         items.append(
             {
@@ -200,7 +191,6 @@ def _schema_of_calls(functions: Sequence[Mapping[str, Any]], several: bool) -> d
         "minItems": 1,
         **({} if several else {"maxItems": 1}),
         "items": {"anyOf": items},
-        "$defs": definitions,
         "x-guidance": {"whitespace_flexible": False},  # else some models write spaces without end
     }
 

@@ -260,3 +260,16 @@ def test_parameters_are_those_of_the_arrival() -> None:
             value.clear()
     assert given.model_dump() != before, "nothing was changed"
     assert request.params.model_dump() == before
+
+
+def test_samples_share_what_their_parameters_name() -> None:
+    """A long list of a request is read once, and not again for each of its samples and steps."""
+    setup = Setup(num_pages=20)
+    allowed = SamplingParams(n=3, allowed_token_ids=[4, 2, 4], ignore_eos=True, max_tokens=4)
+    request = setup.engine.add("one", [1, 2], allowed)
+    named = request.named
+    for _ in range(3):
+        setup.engine.step()
+        assert {sequence.sampling_row.named for sequence in request.sequences} == {named}
+    assert len(request.sequences) == 3
+    assert {token for each in request.sequences for token in each.output} <= {2, 4}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_module.kernels.rows.adjust_logits import adjust_logits
-from vllm_module.runtime.sampling.row import Row, check_tokens
+from vllm_module.runtime.sampling.row import NamedTokens, Row, check_tokens
 from vllm_module.runtime.sampling.token_counts import TokenCounts
 from vllm_module.runtime.transfers import Numbers
 
@@ -39,21 +39,27 @@ class Adjustments:
         places = iter(self._update.places)
         plan, tokens = array("q"), array("q")
         penalties, biases = array("d"), array("d")
+        sent: dict[NamedTokens, tuple[int, int, int, int]] = {}
         for row, index in zip(rows, indices, strict=True):
-            params = row.params
+            params, named = row.params, row.named or NamedTokens(row.params)
+            if named not in sent:
+                named.check(vocab)
+                begin, biased = len(tokens), named.biased
+                biases.extend(array("d", bytes(8 * (begin - len(biases)))))
+                biases.extend(named.biases)
+                tokens.extend(biased)
+                middle = len(tokens)
+                tokens.extend(named.allowed or ())
+                ends = (-1, -1) if named.allowed is None else (middle, len(tokens))
+                sent[named] = begin, middle, *ends
             plan.extend((index, next(places) if row.penalized else -1))
             penalties.append(params.repetition_penalty)
             penalties.extend((params.presence_penalty, params.frequency_penalty))
-            biases.extend(array("d", bytes(8 * (len(tokens) - len(biases)))))
-            biases.extend((params.logit_bias or {}).values())
-            allowed = params.allowed_token_ids
-            for each in (params.logit_bias or (), row.banned, allowed or ()):
-                check_tokens(each, vocab)
-                plan.append(len(tokens))
-                tokens.extend(each)
-                plan.append(len(tokens))
-            if allowed is None:
-                plan[-2:] = array("q", (-1, -1))
+            check_tokens(row.banned, vocab)
+            banned = len(tokens)
+            tokens.extend(row.banned)
+            begin, end, *allowed = sent[named]
+            plan.extend((begin, end, banned, len(tokens), *allowed))
         self.arrays: tuple[Numbers, ...] = plan, penalties, biases, tokens, *self._update.arrays
 
     def place(self, sent: Sequence[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,32 @@ from torch import Tensor
 
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.runtime.text.tokenizer import Tokenizer
+
+
+class NamedTokens:
+    """The tokens that parameters give a bias or allow, as arrays that every step reuses.
+
+    Attributes:
+        biased: tokens with a bias.
+        biases: of these tokens.
+        allowed: the only tokens that may be chosen, each once; None for all.
+
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        self.biased, self.biases = array("q", bias), array("d", bias.values())
+        self.allowed = None if allowed is None else array("q", sorted(set(allowed)))
+        self._ends = [
+            token
+            for each in (self.biased, self.allowed)
+            if each
+            for token in (min(each), max(each))
+        ]
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ``ValueError`` if a model of ``vocab_size`` tokens lacks one of them."""
+        check_tokens(self._ends, vocab_size)
 
 
 @dataclass(slots=True)
@@ -25,6 +52,7 @@ class Row:
             a key, tokens counted for penalties are not counted again in the next step.
         mask: which tokens a grammar allows, a bit each, int32 ``[ceil(vocab / 32)]``; None for all.
             :meth:`ban` sets it too.
+        named: those of ``params``, which samples of one request share; else they are made anew.
         penalized: True if the tokens of the sequence change the logits.
         adjusted: True if a bias, a penalty, a ban or an allowance changes the logits.
         plain: True if the row is greedy without logprobs, bias, penalty, ban or mask.
@@ -41,6 +69,7 @@ class Row:
     banned: Collection[int] = ()
     key: Hashable = None
     mask: Tensor | None = None
+    named: NamedTokens | None = None
     penalized: bool = field(init=False)
     adjusted: bool = field(init=False)
     plain: bool = field(init=False)
