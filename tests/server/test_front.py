@@ -263,6 +263,28 @@ def test_metrics_are_of_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch)
     assert not hangs.dropped
 
 
+class Bodiless(Stub):
+    """A backend that answers HEAD as HTTP has it: without a body."""
+
+    @asynccontextmanager
+    async def ask(self, method: str, *target: Any) -> AsyncIterator[BackendAnswer]:
+        async with super().ask(method, *target) as answer:
+            if method == "HEAD":
+                answer = answer._replace(body=empty())
+            yield answer
+
+
+async def empty() -> AsyncIterator[bytes]:
+    for each in ():
+        yield each
+
+
+def test_the_length_of_metrics_is_that_of_all() -> None:
+    """HEAD is told as many bytes as GET; the server leaves them out."""
+    stub = Bodiless(200, b"# TYPE a\na{} 1\n")
+    assert answered("/metrics", stub, method="HEAD") == answered("/metrics", stub, method="GET")
+
+
 def test_changes_have_one_order_in_all_engines() -> None:
     """Two updates at once would leave the engines with different weights."""
     stubs = [Ordered(), Ordered()]

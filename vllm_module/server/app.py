@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_module.server import choices, messages, operations, responses, tokens
 from vllm_module.server.connection import Limits
@@ -65,7 +68,23 @@ def routed(endpoint: type[Endpoint], state: Any, keys: Keys, limits: Limits) -> 
         for method, path, right, handler in ROUTES
     ]
     routes.append(Route("/", page(), methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={HTTPException: unanswered})
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_WithoutHost)],
+        exception_handlers={HTTPException: unanswered},
+    )
+
+
+class _WithoutHost:
+    """Takes scheme and host off the target of a request, which clients of a proxy send."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if found := re.match("https?://[^/]*", scope["path"], re.IGNORECASE):
+            scope = {**scope, "path": scope["path"][found.end() :] or "/"}
+        await self._app(scope, receive, send)
 
 
 async def unanswered(request: Request, error: Exception) -> Response:

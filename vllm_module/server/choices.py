@@ -137,9 +137,7 @@ class _Choices(Generic[_Body]):
             "token_ids": delta.token_ids if self.body.return_token_ids else None,
             **({"weight_versions": delta.weight_versions} if delta.finish_reason else {}),
         }
-        entries = len(delta.logprobs)
-        if delta.first and (known := delta.output.prompt_logprobs) is not None:
-            entries += len(known)
+        entries = len(delta.logprobs) + delta.first * len(delta.output.prompt_logprobs or ())
         if entries > _FEW:  # other requests are answered meanwhile
             await asyncio.to_thread(self.fill, choice, delta)
         else:

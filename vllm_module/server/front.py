@@ -219,6 +219,7 @@ class _Forward(Endpoint):
 
     async def _metrics(self, backends: Backends, asked: _Asked, send: CountingSend) -> None:
         """Join the metrics of all backends that answer in time."""
+        asked = asked._replace(method="GET")  # the length that HEAD is told is of all of them
         told = await self._each(backends, backends.alive(), asked, _SCRAPE)
         answers = [each for each in told if each.status == 200]
         first = self._one_of(backends, answers)

@@ -17,6 +17,7 @@ from vllm_module.server.errors import ApiError
 _PIECE = 1 << 16  # bytes that are looked at together, even
 _DOUBLED = 1, 2, 4, 8, 16, 32  # of 64 digits in a row
 _AT_ONCE = 1000  # values that are encoded together
+_INNER = frozenset((dict, list, tuple))
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 _HEADERS = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
 
@@ -88,6 +89,8 @@ async def encoded(value: object) -> bytes:
     At once, the encoder would hold the GIL until all of it is encoded. So a large value is encoded
     in parts, and other tasks and threads run between them.
     """
+    if _count(value) <= _AT_ONCE:
+        return _ENCODER.encode(value).encode(errors="replace")
     pieces, text = list[bytes](), ""
     for part in _parts(value):
         text += part
@@ -128,13 +131,11 @@ def _items(values: Sequence[Any]) -> Iterator[str]:
 
 def _count(value: Any) -> int:
     """Return how many values are in one, or a number above the most that are encoded at once."""
-    if not isinstance(value, (dict, list, tuple)):
-        return 0
-    count = len(value)
-    for each in value.values() if isinstance(value, dict) else value:
-        if count > _AT_ONCE:
-            break
-        count += _count(each)
+    count = len(value) if type(value) in _INNER else 0
+    if 0 < count <= _AT_ONCE:
+        for each in value.values() if type(value) is dict else value:
+            if type(each) in _INNER and count <= _AT_ONCE:
+                count += _count(each)
     return count
 
 
