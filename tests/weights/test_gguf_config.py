@@ -83,6 +83,13 @@ TABLE = [
     *refused("phi3", "rope.dimension_count", {0: "partial_rotary_factor"}),
     *rows("llama", "rope.freq_base", "rope_theta", {ABSENT: 10000.0, 10001.0: 10001.0}),
     *refused("llama", "rope.freq_base", {0.0: "rope_theta"}),
+    # Of every architecture, `load_hparams` of llama.cpp reads it.
+    *rows("qwen2", "attention.causal", "architectures", {
+        ABSENT: ["Qwen2ForCausalLM"], True: ["Qwen2ForCausalLM"],
+    }),
+    *refused("qwen2", "attention.causal", {False: "qwen2.attention.causal is false"}),
+    *refused("llama", "attention.causal", {False: "llama.attention.causal is false"}),
+    *refused("deepseek3", "attention.causal", {False: "deepseek2.attention.causal is false"}),
     *rows("llama", "feed_forward_length", "intermediate_size", {256: 256}),
     *refused("llama", "feed_forward_length", {ABSENT: "intermediate_size", 0: "intermediate_size"}),
     *rows("qwen2moe", "feed_forward_length", "intermediate_size", {ABSENT: 256, 255: 255}),

@@ -68,6 +68,12 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
             f"{of.where}: the rotary embedding has sections ({of.architecture}.rope."
             "dimension_sections), as in models that see images: expected positions of text"
         )
+    if not of.get("attention.causal", True):
+        raise UnsupportedModelError(
+            f"{of.where}: {of.architecture}.attention.causal is false: tokens attend to later "
+            "ones, and models of GGUF files attend to earlier ones only: take a model that "
+            "generates"
+        )
     entries |= _head(of, hidden, heads)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := of.keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
