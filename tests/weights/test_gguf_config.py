@@ -113,6 +113,10 @@ TABLE = [
         ABSENT: ["LlamaForCausalLM"], 0.0: ["LlamaForCausalLM"],
     }),
     *refused("mistral3", "attention.temperature_scale", {1e-3: "temperature_scale"}),
+    *rows("deepseek3", "attention.temperature_scale", "architectures", {
+        ABSENT: ["DeepseekV3ForCausalLM"], 0.0: ["DeepseekV3ForCausalLM"],
+    }),
+    *refused("deepseek3", "attention.temperature_scale", {1e-3: "deepseek2.attention.temp"}),
     *rows("glm4", "rope.dimension_sections", "partial_rotary_factor", {ABSENT: 0.5}),
     *refused("glm4", "rope.dimension_sections", {(8, 12, 12, 0): "has sections"}),
     # Written where the configuration has it; without, it is what the architecture's models have.
