@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.masking_utils import create_causal_mask
 
+from vllm_module import ModelConfig
+from vllm_module.build.model_source import read_config
 from vllm_module.build.registry import _OURS, config_class
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig, parse_config
@@ -108,3 +112,27 @@ def test_entries_mean_what_transformers_takes(architecture: str) -> None:
                     wrong.append((name, given, windows(ours), expected))
     assert accepted > 20
     assert wrong == []
+
+
+@pytest.mark.parametrize("architecture", sorted({*_OURS} - OF_REMOTE_CODE))
+def test_a_decoder_that_attends_to_later_tokens_is_refused(
+    architecture: str, tmp_path: Path
+) -> None:
+    """``is_causal`` is refused where transformers' mask of it has later tokens, as GTE's have."""
+    library = getattr(transformers, architecture).config_class
+    entries = json.loads(library().to_json_string(use_diff=False)) | {
+        "architectures": [architecture]
+    }
+    is_decoder = "ForCausalLM" in architecture or architecture == "GPT2LMHeadModel"
+    for given in (ABSENT, True, False, None, 0):
+        written = entries if given is ABSENT else entries | {"is_causal": given}
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        config = library.from_dict(library._decode_special_floats(written))
+        config._attn_implementation = "eager"
+        mask = create_causal_mask(config, torch.zeros(1, 2, 1), None, None)
+        if not is_decoder or (mask is not None and mask[0, 0, 0, 1] < 0):
+            read_config(tmp_path, ModelConfig(model=""))
+            continue
+        assert given in (False, None)
+        with pytest.raises(UnsupportedModelError, match=rf"is_causal of .* is {given}: "):
+            read_config(tmp_path, ModelConfig(model=""))

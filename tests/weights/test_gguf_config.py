@@ -83,6 +83,13 @@ TABLE = [
     *refused("phi3", "rope.dimension_count", {0: "partial_rotary_factor"}),
     *rows("llama", "rope.freq_base", "rope_theta", {ABSENT: 10000.0, 10001.0: 10001.0}),
     *refused("llama", "rope.freq_base", {0.0: "rope_theta"}),
+    # Of every architecture, `load_hparams` of llama.cpp reads it.
+    *rows("qwen2", "attention.causal", "architectures", {
+        ABSENT: ["Qwen2ForCausalLM"], True: ["Qwen2ForCausalLM"],
+    }),
+    *refused("qwen2", "attention.causal", {False: "qwen2.attention.causal is false"}),
+    *refused("llama", "attention.causal", {False: "llama.attention.causal is false"}),
+    *refused("deepseek3", "attention.causal", {False: "deepseek2.attention.causal is false"}),
     *rows("llama", "feed_forward_length", "intermediate_size", {256: 256}),
     *refused("llama", "feed_forward_length", {ABSENT: "intermediate_size", 0: "intermediate_size"}),
     *rows("qwen2moe", "feed_forward_length", "intermediate_size", {ABSENT: 256, 255: 255}),
@@ -106,6 +113,10 @@ TABLE = [
         ABSENT: ["LlamaForCausalLM"], 0.0: ["LlamaForCausalLM"],
     }),
     *refused("mistral3", "attention.temperature_scale", {1e-3: "temperature_scale"}),
+    *rows("deepseek3", "attention.temperature_scale", "architectures", {
+        ABSENT: ["DeepseekV3ForCausalLM"], 0.0: ["DeepseekV3ForCausalLM"],
+    }),
+    *refused("deepseek3", "attention.temperature_scale", {1e-3: "deepseek2.attention.temp"}),
     *rows("glm4", "rope.dimension_sections", "partial_rotary_factor", {ABSENT: 0.5}),
     *refused("glm4", "rope.dimension_sections", {(8, 12, 12, 0): "has sections"}),
     # Written where the configuration has it; without, it is what the architecture's models have.

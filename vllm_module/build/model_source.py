@@ -233,6 +233,13 @@ def read_config(folder: Path, model_config: ModelConfig) -> HFConfig:
         entries["max_model_len"] = model_config.max_model_len
     with registry.blamed_on(config_class):
         config = parse_config(config_class, entries, path)
+    decodes = hasattr(model_class(architectures, impl), "compute_logits")
+    if decodes and not getattr(config, "is_causal", True):  # null and 0 are false in transformers
+        raise UnsupportedModelError(
+            f"is_causal of {printable(path)} is {shorten(getattr(config, 'is_causal', None))}: "
+            "tokens attend to later ones, and decoders here attend to earlier ones only: take a "
+            "model that generates, or set is_causal in hf_overrides"
+        )
     limit = config.context_length
     if limit and model_config.max_model_len and model_config.max_model_len > limit:
         raise UnsupportedModelError(

@@ -68,6 +68,17 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
             f"{of.where}: the rotary embedding has sections ({of.architecture}.rope."
             "dimension_sections), as in models that see images: expected positions of text"
         )
+    if not of.get("attention.causal", True):
+        raise UnsupportedModelError(
+            f"{of.where}: {of.architecture}.attention.causal is false: tokens attend to later "
+            "ones, and models of GGUF files attend to earlier ones only: take a model that "
+            "generates"
+        )
+    if of.get("attention.temperature_scale"):
+        raise UnsupportedModelError(
+            f"{of.where}: {of.architecture}.attention.temperature_scale multiplies queries by a "
+            "function of their position (Ministral 3, Mistral Large 3), which no model here does"
+        )
     entries |= _head(of, hidden, heads)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := of.keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
@@ -207,15 +218,6 @@ def _phi3(of: Metadata, entries: Entries) -> Entries:
     return {"sliding_window": _window(of)}
 
 
-def _mistral3(of: Metadata, entries: Entries) -> Entries:
-    if of.get("attention.temperature_scale"):
-        raise UnsupportedModelError(
-            f"{of.where}: {of.architecture}.attention.temperature_scale multiplies queries by a "
-            "function of their position (Ministral 3), which no model here does"
-        )
-    return _llama(of, entries)
-
-
 # DeepSeek-V2, V3 and R1, by number of experts: the number of groups, and how many groups a token's
 # experts are chosen from. Only newer files have these two keys.
 _EXPERT_GROUPS = {160: (8, 3), 256: (8, 4)}
@@ -284,7 +286,7 @@ _BY_ARCHITECTURE: Mapping[str, tuple[str, Callable[[Metadata, Entries], Entries]
     "qwen2moe": ("Qwen2MoeForCausalLM", _qwen2moe),
     "qwen3moe": ("Qwen3MoeForCausalLM", _qwen3moe),
     "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
-    "mistral3": ("LlamaForCausalLM", _mistral3),
+    "mistral3": ("LlamaForCausalLM", _llama),
     "glm4": ("Glm4ForCausalLM", _bias),
     "deepseek2": ("DeepseekV2ForCausalLM", _deepseek2),  # or V3's
     "phi3": ("Phi3ForCausalLM", _phi3),
