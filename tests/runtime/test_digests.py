@@ -185,7 +185,16 @@ def test_digests_may_have_any_name_that_a_checkpoint_may_have(
         for name in ("model.norm.weigt", "model.layers.2.mlp.up_proj.weight"):
             with pytest.raises(ValueError, match="the model has no such tensor"):
                 llm.update_weights(sent, digests={**digests, name: digests["lm_head.weight"]})
-        sent[f"{path}qkv_proj.weight"] = torch.cat(parts[::-1])
+        fused = f"{path}qkv_proj.weight"
+        for other in (
+            {"model.norm.weight": sent["model.norm.weight"]},
+            {f"{path}q_proj.weight": parts[0]},
+        ):
+            held = llm.digest()
+            with pytest.raises(ValueError, match=r"several tensors.*such as .*\.q_proj\.weight"):
+                llm.update_weights(other, digests={fused: digests[fused]})
+            assert llm.digest() == held
+        sent[fused] = torch.cat(parts[::-1])
         with pytest.raises(WeightReadError, match=r"layers\.0\.self_attn\.qkv_proj\.weight: send"):
             llm.update_weights(sent, digests=digests)
 

@@ -78,6 +78,8 @@ def test_what_a_trainer_may_not_write(tmp_path: Path) -> None:
         ([(NORM, ONE), (NORM, some(3))], {}, "comes twice"),
         ([(NORM, some(3)), (NORM, some(4))], {}, "comes twice"),
         ([(NORM, some(3)), (f"steps/{NORM}", ONE)], {}, "comes twice"),
+        ({"__metadata__": ONE}, {}, "__metadata__ cannot be the name of a tensor"),
+        ({"a\udc80": ONE}, {}, "cannot be the name of a tensor"),
         ({NORM: torch.ones(3, device="meta")}, {}, f"{NORM} cannot be written"),
         ({NORM: torch.eye(3).to_sparse()}, {}, f"{NORM} cannot be written"),
         ({NORM: ONE}, {"version": 3}, "should be text"),

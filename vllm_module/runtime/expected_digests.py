@@ -79,8 +79,8 @@ def _named(
 ) -> dict[str, tuple[NamedTensor, ...]]:
     """Return which of the engine's tensors the names of ``digests`` stand for.
 
-    Raises ``ValueError`` for a name that leads nowhere, and ``WeightReadError`` if a tensor has
-    another digest that a mapping does not send.
+    Raises ``ValueError`` for a name that leads nowhere, or to several tensors that a mapping does
+    not send as one, and ``WeightReadError`` if a tensor has another digest that it does not send.
     """
     executor.alone("a comparison of digests")
     sent = frozenset(weights) if isinstance(weights, Mapping) else frozenset[str]()
@@ -93,6 +93,14 @@ def _named(
             "no such tensor: names are those of llm.digest(). Nothing was written to the model."
         )
     own = {name: known.get(name, ()) for name in digests}
+    several = [name for name, each in own.items() if len(each) > 1 and name not in sent]
+    if several and isinstance(weights, Mapping):
+        parts = [each.name for each in own[several[0]]]
+        raise ValueError(
+            f"digests name {', '.join(map(printable_name, fold(several)))}, which the engine holds "
+            f"as several tensors and the update does not send: name these, such as "
+            f"{', '.join(map(printable_name, fold(parts)))}. Nothing was written to the model."
+        )
     changed = {each.module for name in sent for each in known.get(name, ())}
     refused = not known.keys() >= sent  # by the model, which says so
     if not changed or None in changed or refused or not executor.can_run:
@@ -102,8 +110,8 @@ def _named(
         for name, each in own.items()
         if name not in sent and each and changed.isdisjoint(one.module for one in each)
     }
-    parts = executor.apply_model(partial(digest_of, names=frozenset(same.values())))
-    held = sum(parts, start=ModelDigest()).tensors
+    of_ranks = executor.apply_model(partial(digest_of, names=frozenset(same.values())))
+    held = sum(of_ranks, start=ModelDigest()).tensors
     if wrong := [name for name, own_name in same.items() if digests[name] != held[own_name]]:
         raise WeightReadError(
             f"the update does not send {', '.join(map(printable_name, fold(wrong)))}, and the "

@@ -62,8 +62,8 @@ def write_update(
         digests: store a digest of each tensor, which engines compare with what they read.
 
     Raises:
-        ValueError: a name comes twice, ``after`` is missing, or the path has another suffix or is
-            the URL of something else.
+        ValueError: a name comes twice or is none for a file, ``after`` is missing, or the path has
+            another suffix or is the URL of something else.
         WeightReadError: a tensor has a NaN or no dense data, or indices of ``Changes`` are wrong.
         OSError: the file cannot be written.
         MissingPackageError: buckets need the extra ``stores``.
@@ -78,6 +78,8 @@ def write_update(
     seen: set[str] = set()
     for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
         of_name = {name: weight}
+        if name == "__metadata__" or name != name.encode(errors="replace").decode():
+            raise ValueError(f"{printable_name(name)} cannot be the name of a tensor in a file")
         if isinstance(weight, Changes):
             if problem := weight.problem():
                 raise WeightReadError(f"{printable_name(name)}: {problem}")
