@@ -90,6 +90,12 @@ def test_what_torch_saves_itself_is_read(tmp_path: Path) -> None:
             {name: {"embed.weight": torch.zeros(3, 2)}}  # each alone, as trainers call it
             for name in ("Optimizer_0", "LR_SCHEDULERS", "grad_scaler", "rng_state", "dataloader")
         ),
+        *(
+            {name: {"embed.weight": torch.zeros(3, 2)}}
+            for name in ("optim_states", "GradScaler", "emas", "sched", "scaler", "optimisers")
+        ),
+        {"rng_state": [torch.ones(4), torch.ones(4)]},  # lists, whose keys are numbers
+        {"optim": {"state": [{"exp_avg": torch.ones(3)}], "lrs": [torch.ones(())]}},
         *({name: {"embed.weight": torch.zeros(3, 2)}} for name in ("train_state", "model_EMA")),
     ],
 )
@@ -118,7 +124,12 @@ def test_the_weights_are_found_beside_what_a_trainer_saves(
         ({"model": {"encoder": {"w": 1}, "decoder": {"v": 2}}}, None),
         ({"a": {"model": {"w": 1}}, "b": {"model": {"w": 2}}}, None),
         ({"optim": {"w": 1}}, None),
-        ({"app": {"schema": {"optimal_w": 1}}}, None),
+        ({"app": {"ema": {"optimal_w": 1}}}, None),
+        # Words, of which a part may be that of another.
+        ({"app": {"schema": {"w": 1}}}, 1),
+        *(({name: {"model": {"w": 1}}}, 1) for name in ("semantic", "optimal", "stringy")),
+        ({"upscaler": {"w": 1}}, 1),
+        ({"model": {"w": 1}, "history": [2, 3]}, 1),
         ({"app": {"optimizer_w": 1, "ema": 2}}, 1),  # these words count above a tensor only
     ],
 )
@@ -130,6 +141,8 @@ def test_of_two_dicts_that_called_model_is_taken(
     def tensors(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: tensors(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [tensors(each) for each in value]
         return torch.full((2,), float(value))
 
     dcp.save(tensors(saved), checkpoint_id=tmp_path, no_dist=True)

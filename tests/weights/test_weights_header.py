@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def entry(dtype: Any = "U8", shape: Any = (4,), begin: Any = 0, end: Any = 4) ->
         ({}, "should end with its last tensor"),
         ({"__metadata__": {"format": 1}, "w": entry()}, "__metadata__ should map strings"),
         ({"__metadata__": "pt", "w": entry()}, "__metadata__ should map strings"),
+        ({"__metadata__": False, "w": entry()}, "__metadata__ should map strings"),
     ],
 )
 def test_a_wrong_entry_is_refused(write_file, header, message) -> None:
@@ -128,6 +130,18 @@ def test_a_file_that_cannot_be_opened_is_refused(write_file, monkeypatch) -> Non
     monkeypatch.setattr("os.open", denied)
     with pytest.raises(CheckpointFormatError, match="Permission denied"):
         SafetensorsFile(path)
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
+def test_metadata_that_the_library_takes_is_taken(
+    write_file: Callable[..., Path], metadata: dict[str, str] | None
+) -> None:
+    """A file whose metadata are null has none, as for safetensors' own reader."""
+    path = write_file({"__metadata__": metadata, "w": entry()}, b"\0\1\2\3")
+    file = SafetensorsFile(path)
+    with safe_open(path, "pt") as reference:
+        assert file.metadata == (reference.metadata() or {})
+        assert torch.equal(file["w"].read(), reference.get_tensor("w"))
 
 
 def test_every_dtype_of_the_table_is_read(write_file) -> None:

@@ -97,7 +97,8 @@ def text(shape: str = "[4]", offsets: str = "[0, 4]", dtype: str = '"U8"', more:
         (b'{"w": {}, }', "not valid JSON"),
         (b"{'w': {}}", "not valid JSON"),
         (b'{"w": {}} // end', "not valid JSON"),
-        (b'{"__metadata__": null}', "__metadata__ should map strings to strings"),
+        (b'{"__metadata__": []}', "__metadata__ should map strings to strings"),
+        (b'{"__metadata__": {"a": null}}', "__metadata__ should map strings to strings"),
         (b'{"__metadata__": {"a": {}}}', "__metadata__ should map strings to strings"),
     ],
 )

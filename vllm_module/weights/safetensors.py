@@ -98,7 +98,9 @@ def _kept(text: bytes, size: int, start: int) -> Header:
 
 def _parsed(text: bytes, size: int, start: int, where: str) -> Header:
     fields = parse_object(text, f"{where}: its header", DAMAGED)
-    metadata = fields.pop("__metadata__", {})
+    metadata = fields.pop("__metadata__", None)
+    if metadata is None:  # null is absence in safetensors, too
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(t, str) for t in metadata.values()):
         raise CheckpointFormatError(
             f"{where}: __metadata__ should map strings to strings, and is {shorten(metadata)}. "

@@ -26,7 +26,11 @@ from vllm_module.weights.pickled.saved_tensors import NAMED_DTYPES
 
 _MOST_CUT = 4  # limit on the dimensions in which a tensor is cut; a trainer's mesh has no more
 # Words of keys under which trainers keep other things than weights.
-_NOT_WEIGHTS = re.compile("optim|sched|scaler|rng|dataloader|train_state|ema", re.IGNORECASE)
+_NOT_WEIGHTS = re.compile(
+    "optimi[sz]er|scheduler|dataloader|train_state"
+    "|(?<![a-z])(?:optim|sched|rng|ema|(?:grad)?scaler)s?(?![a-z])",  # not a part of "semantic"
+    re.IGNORECASE,
+)
 _CLASSES = frozenset(
     {
         "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
@@ -115,14 +119,9 @@ def _weights(
     keys: Mapping[Any, tuple[Any, ...]], refuse: Callable[[str], NoReturn]
 ) -> dict[str, Any]:
     """Return a dict from the weights' names in the dict that holds them to their full keys."""
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[Any, Any]] = {}
     for key, path in keys.items():
         *above, name = path
-        if not isinstance(name, str) or len(name) > MAX_NAME:
-            refuse(
-                f"a tensor should be named by a string of at most {MAX_NAME} characters, got "
-                f"{shorten(name)}"
-            )
         if not any(_NOT_WEIGHTS.search(str(each)) for each in above):
             groups.setdefault(tuple(above), {})[name] = key
     models = {above: group for above, group in groups.items() if "model" in above[-1:]}
@@ -133,7 +132,14 @@ def _weights(
             "expected the weights in one dict, such as 'model', found tensors in "
             f"{listed or 'none'}: save the model's state dict alone"
         )
-    return next(iter(chosen.values()))
+    (weights,) = chosen.values()
+    for name in weights:
+        if not isinstance(name, str) or len(name) > MAX_NAME:
+            refuse(
+                f"a tensor should be named by a string of at most {MAX_NAME} characters, got "
+                f"{shorten(name)}"
+            )
+    return weights
 
 
 def _tensor(
