@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import gguf
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -267,6 +267,23 @@ def test_an_optional_key_is_read_as_llama_cpp_means_it(write: Write, row: Row) -
     theirs = keys.get(row.key, keys.get(f"ggml.{row.key}"))
     if theirs == row.entry and row.value != ABSENT and not row.others:
         assert load_gguf_checkpoint(str(path))["config"][theirs] == found
+
+
+@pytest.mark.parametrize("name", written.CONFIGS)
+def test_the_entries_are_those_of_transformers_model(tmp_path: Path, name: str) -> None:
+    """The automatic classes build the model from the entries, which computes what it computed."""
+    model = written.new_model(written.CONFIGS[name])
+    # Files have a token that pads: it should be in the vocabulary, and some defaults are not.
+    path = written.write(
+        tmp_path / "model.gguf", model, change=lambda writer: writer.add_pad_token_id(0)
+    )
+    source = ModelSource.find(ModelConfig(model=str(path)))
+    config = AutoConfig.from_pretrained(source.folder)
+    again = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    assert [type(again).__name__] == source.config.architectures
+    again.load_state_dict(model.state_dict())
+    ids = torch.arange(2, 14)
+    torch.testing.assert_close(written.logits(again, ids), written.logits(model, ids))
 
 
 @pytest.mark.parametrize(

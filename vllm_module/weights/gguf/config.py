@@ -89,6 +89,7 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     model, own = _BY_ARCHITECTURE[of.architecture]
     entries["architectures"] = [model]
     entries |= {} if own is None else own(of, entries)
+    entries["model_type"] = _MODEL_TYPES[entries["architectures"][0]]
     if (scaling := rope_scaling(of)) is not None:
         entries["rope_scaling"] = scaling
     return entries
@@ -292,4 +293,21 @@ _BY_ARCHITECTURE: Mapping[str, tuple[str, Callable[[Metadata, Entries], Entries]
     "phi3": ("Phi3ForCausalLM", _phi3),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
+}
+# By the model's class, what transformers calls its configuration.
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
+    "Glm4ForCausalLM": "glm4",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Phi3ForCausalLM": "phi3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
 }
