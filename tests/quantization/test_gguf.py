@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -158,6 +160,29 @@ def test_keys_and_values_of_latents_may_be_together(tmp_path: Path, name: str) -
     """Older files have ``attn_kv_b``, and sizes of heads in the keys that had those of latents."""
     model = written.new_model(written.CONFIGS[name])
     path = written.write(tmp_path / "m.gguf", model, lambda _: "Q8_0", kv_b_apart=False)
+    expected = written.logits(model, IDS)
+    for computed in run_ranks(2, lambda rank: logits(load(path))):
+        torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, stored: bool) -> None:
+    """GLM-4.7-Flash's file has one behind the others, which counts as a block; others lack it."""
+    config = written.CONFIGS["deepseek3"]
+    count = config["num_hidden_layers"]
+    model = written.new_model({**config, "num_hidden_layers": count + stored})
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(gguf.Keys.LLM.BLOCK_COUNT.format(arch=writer.arch))
+        writer.add_block_count(count + 1)
+        writer.add_nextn_predict_layers(1)
+        further = [each for each in gguf.MODEL_TENSOR if each.name.startswith("NEXTN_")]
+        for each in further if stored else []:
+            name = f"{gguf.TENSOR_NAMES[each].format(bid=count)}.weight"
+            writer.add_tensor(name, np.ones(4, dtype=np.float32))
+
+    path = written.write(tmp_path / "m.gguf", model, lambda _: "Q8_0", change)
+    model.model.layers = model.model.layers[:count]
     expected = written.logits(model, IDS)
     for computed in run_ranks(2, lambda rank: logits(load(path))):
         torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)

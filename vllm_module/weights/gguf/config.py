@@ -233,7 +233,10 @@ def _deepseek2(of: Metadata, entries: Entries) -> Entries:
     groups = of.get("expert_group_count") or groups
     chosen = of.get("expert_group_used_count") or chosen
     greedy = "greedy" if groups == 1 else "group_limited_greedy"
+    # Layers that predict further tokens count as blocks, also where a file has none of them.
+    layers, further = entries["num_hidden_layers"], of.get("nextn_predict_layers", 0)
     return {
+        "num_hidden_layers": layers - further if type(layers) is type(further) is int else layers,
         "architectures": [f"DeepseekV{3 if corrected else 2}ForCausalLM"],
         "n_routed_experts": experts,
         "num_experts_per_tok": of.need("expert_used_count"),
@@ -246,7 +249,7 @@ def _deepseek2(of: Metadata, entries: Entries) -> Entries:
         "scoring_func": "sigmoid" if sigmoid else "softmax",
         "norm_topk_prob": of.get("expert_weights_norm", False),
         "routed_scaling_factor": of.get("expert_weights_scale") or 1.0,  # 0 means no scale
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": further,
     }
 
 
