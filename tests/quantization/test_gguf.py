@@ -188,6 +188,24 @@ def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, stored: 
         torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)
 
 
+@pytest.mark.parametrize(
+    ("name", "period"), [("gemma3", 2), ("gemma3", 0), ("gemma2", 3), ("gpt-oss", 1)]
+)
+def test_every_nth_layer_is_without_a_window(tmp_path: Path, name: str, period: int) -> None:
+    """As `set_swa_pattern` of llama.cpp; without the key, n is that of the published models."""
+    config = {**written.CONFIGS[name], "num_hidden_layers": 3}
+    dense = [period > 0 and layer % period == period - 1 for layer in range(3)]
+    types = ["full_attention" if each else "sliding_attention" for each in dense]
+    model = written.new_model({**config, "layer_types": types})
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", period)
+
+    path = written.write(tmp_path / "m.gguf", model, change=change)
+    expected = written.logits(model, IDS)
+    torch.testing.assert_close(logits(load(path)), expected, rtol=0, atol=WITHIN)
+
+
 def test_a_rank_reads_the_heads_that_it_keeps(gguf_file: Callable[[str, str], Written]) -> None:
     """Of keys that are stored transposed, a rank reads its heads alone."""
     source = ModelSource.find(ModelConfig(model=str(gguf_file("deepseek3", "mixed-latent").path)))

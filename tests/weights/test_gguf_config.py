@@ -109,6 +109,19 @@ TABLE = [
     *refused("gemma2", "attention.sliding_window", {ABSENT: "sliding_window", 0: "sliding_window"}),
     *refused("gemma3", "attention.sliding_window", {ABSENT: "sliding_window", 0: "sliding_window"}),
     *refused("gpt-oss", "attention.sliding_window", {0: "sliding_window"}),
+    *[
+        row
+        for name in ("gpt-oss", "gemma2", "gemma3")
+        for row in (
+            *rows(name, "attention.sliding_window_pattern", "layer_types", {
+                ABSENT: ABSENT, 0: ["sliding_attention"], 1: ["full_attention"],
+                2: ["sliding_attention"],
+            }),
+            *refused(name, "attention.sliding_window_pattern", {
+                (0, 1): "sliding_window_pattern is [0, 1]: expected a number n", -1: "is -1: exp",
+            }),
+        )
+    ],
     *rows("mistral3", "attention.temperature_scale", "architectures", {
         ABSENT: ["LlamaForCausalLM"], 0.0: ["LlamaForCausalLM"],
     }),
