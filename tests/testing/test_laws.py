@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -382,6 +382,29 @@ def test_a_setting_that_a_load_sets_is_found_whatever_it_was(setting: str, was_s
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(True)
         gc.enable()
+
+
+class Streaming(MLP):
+    """It gives the next load_weights a generator, or a list of the same."""
+
+    as_list = False
+
+    def load_weights(self, weights):
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        renamed = ((name.replace("fc1", "up"), weight) for name, weight in pairs)
+        return super().load_weights(list(renamed) if self.as_list else renamed)
+
+
+@pytest.mark.usefixtures("few")
+def test_an_override_that_makes_a_stream_of_a_collection_is_told_so() -> None:
+    """Such a module writes before it knows whether the checkpoint fits; a list is checked first."""
+    with pytest.raises(AssertionError, match=r"pass a collection on as a list, not as a generator"):
+        assert_accounting_exact(Streaming, 8, inputs=x)
+
+    class Listing(Streaming):
+        as_list = True
+
+    assert assert_accounting_exact(Listing, 8, inputs=x) > 0
 
 
 class Blind(RMSNorm):
