@@ -147,6 +147,32 @@ def test_a_link_is_refused_before_anything_is_written(tmp_path: Path, target: st
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
 
 
+@pytest.mark.parametrize("below", ["sub", "sub/deep"])
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "folder", "link to a folder"])
+def test_what_is_above_and_no_folder_is_named(tmp_path: Path, kind: str, below: str) -> None:
+    """Where the system makes no folder, the work does not begin."""
+    above = tmp_path / "above"
+    if kind == "file":
+        above.touch()
+    elif kind == "folder":
+        above.mkdir()
+    else:
+        (tmp_path / "folder").mkdir()
+        above.symlink_to(tmp_path / ("folder" if kind == "link to a folder" else "nothing"))
+    try:
+        (above / below).mkdir(parents=True)
+    except OSError:
+        message = rf"above/{below} cannot be made, because .*/above is no folder: name another"
+        with pytest.raises(FolderExistsError, match=message), new_folder(above / below):
+            pytest.fail("the work began")
+        assert "folder" not in kind
+        return
+    assert "folder" in kind
+    with new_folder(above / below) as folder:
+        (folder / "mine").touch()
+    assert (above / below / "mine").exists()
+
+
 def test_where_a_checkpoint_says_that_it_is_quantized(
     converted: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

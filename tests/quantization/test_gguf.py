@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -161,6 +163,47 @@ def test_keys_and_values_of_latents_may_be_together(tmp_path: Path, name: str) -
     expected = written.logits(model, IDS)
     for computed in run_ranks(2, lambda rank: logits(load(path))):
         torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, stored: bool) -> None:
+    """GLM-4.7-Flash's file has one behind the others, which counts as a block; others lack it."""
+    config = written.CONFIGS["deepseek3"]
+    count = config["num_hidden_layers"]
+    model = written.new_model({**config, "num_hidden_layers": count + stored})
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(gguf.Keys.LLM.BLOCK_COUNT.format(arch=writer.arch))
+        writer.add_block_count(count + 1)
+        writer.add_nextn_predict_layers(1)
+        further = [each for each in gguf.MODEL_TENSOR if each.name.startswith("NEXTN_")]
+        for each in further if stored else []:
+            name = f"{gguf.TENSOR_NAMES[each].format(bid=count)}.weight"
+            writer.add_tensor(name, np.ones(4, dtype=np.float32))
+
+    path = written.write(tmp_path / "m.gguf", model, lambda _: "Q8_0", change)
+    model.model.layers = model.model.layers[:count]
+    expected = written.logits(model, IDS)
+    for computed in run_ranks(2, lambda rank: logits(load(path))):
+        torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "period"), [("gemma3", 2), ("gemma3", 0), ("gemma2", 3), ("gpt-oss", 1)]
+)
+def test_every_nth_layer_is_without_a_window(tmp_path: Path, name: str, period: int) -> None:
+    """As `set_swa_pattern` of llama.cpp; without the key, n is that of the published models."""
+    config = {**written.CONFIGS[name], "num_hidden_layers": 3}
+    dense = [period > 0 and layer % period == period - 1 for layer in range(3)]
+    types = ["full_attention" if each else "sliding_attention" for each in dense]
+    model = written.new_model({**config, "layer_types": types})
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", period)
+
+    path = written.write(tmp_path / "m.gguf", model, change=change)
+    expected = written.logits(model, IDS)
+    torch.testing.assert_close(logits(load(path)), expected, rtol=0, atol=WITHIN)
 
 
 def test_a_rank_reads_the_heads_that_it_keeps(gguf_file: Callable[[str, str], Written]) -> None:

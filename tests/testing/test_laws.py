@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -340,6 +341,70 @@ class PlusOne(RMSNorm):
 def test_an_override_that_transforms_keeps_the_laws(law) -> None:
     """A load_weights may transform values, as long as ranks and orders agree."""
     assert law(PlusOne, 4, inputs=x) > 0
+
+
+CONSTANTS = {
+    "torch's random state": lambda: torch.manual_seed(5),
+    "garbage collection": gc.disable,
+    "torch's threads": lambda: torch.set_num_threads(3),
+    "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+}
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("was_set", [False, True])
+@pytest.mark.parametrize("setting", CONSTANTS)
+def test_a_setting_that_a_load_sets_is_found_whatever_it_was(setting: str, was_set: bool) -> None:
+    """An earlier load of the process may have set it; the law leaves all settings as they were."""
+
+    class Setting(RMSNorm):
+        def process_weights_after_loading(self) -> None:
+            CONSTANTS[setting]()
+
+    def settings_now() -> tuple[object, ...]:
+        state = torch.get_rng_state().tolist()
+        return (
+            state, gc.isenabled(), torch.is_grad_enabled(), torch.get_num_threads(),
+            torch.get_default_dtype(),
+        )  # fmt: skip
+
+    state, threads, dtype = torch.get_rng_state(), torch.get_num_threads(), torch.float32
+    try:
+        if was_set:
+            CONSTANTS[setting]()
+        before = settings_now()
+        with pytest.raises(AssertionError, match=rf"loading changed {setting}(\n|$)"):
+            assert_pure(Setting, 4)
+        assert settings_now() == before
+    finally:
+        torch.set_rng_state(state)
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(True)
+        gc.enable()
+
+
+class Streaming(MLP):
+    """It gives the next load_weights a generator, or a list of the same."""
+
+    as_list = False
+
+    def load_weights(self, weights):
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        renamed = ((name.replace("fc1", "up"), weight) for name, weight in pairs)
+        return super().load_weights(list(renamed) if self.as_list else renamed)
+
+
+@pytest.mark.usefixtures("few")
+def test_an_override_that_makes_a_stream_of_a_collection_is_told_so() -> None:
+    """Such a module writes before it knows whether the checkpoint fits; a list is checked first."""
+    with pytest.raises(AssertionError, match=r"pass a collection on as a list, not as a generator"):
+        assert_accounting_exact(Streaming, 8, inputs=x)
+
+    class Listing(Streaming):
+        as_list = True
+
+    assert assert_accounting_exact(Listing, 8, inputs=x) > 0
 
 
 class Blind(RMSNorm):

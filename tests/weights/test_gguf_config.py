@@ -109,6 +109,19 @@ TABLE = [
     *refused("gemma2", "attention.sliding_window", {ABSENT: "sliding_window", 0: "sliding_window"}),
     *refused("gemma3", "attention.sliding_window", {ABSENT: "sliding_window", 0: "sliding_window"}),
     *refused("gpt-oss", "attention.sliding_window", {0: "sliding_window"}),
+    *[
+        row
+        for name in ("gpt-oss", "gemma2", "gemma3")
+        for row in (
+            *rows(name, "attention.sliding_window_pattern", "layer_types", {
+                ABSENT: ABSENT, 0: ["sliding_attention"], 1: ["full_attention"],
+                2: ["sliding_attention"],
+            }),
+            *refused(name, "attention.sliding_window_pattern", {
+                (0, 1): "sliding_window_pattern is [0, 1]: expected a number n", -1: "is -1: exp",
+            }),
+        )
+    ],
     *rows("mistral3", "attention.temperature_scale", "architectures", {
         ABSENT: ["LlamaForCausalLM"], 0.0: ["LlamaForCausalLM"],
     }),
@@ -162,6 +175,12 @@ TABLE = [
     *rows("deepseek3", "leading_dense_block_count", "first_k_dense_replace", {1: 1}),
     *refused("deepseek3", "leading_dense_block_count", {
         ABSENT: "blk.0.ffn_gate_exps.weight is missing", 0: "blk.0.ffn_gate_exps", 2: "blk.2.ffn_g",
+    }),
+    # `load_arch_hparams` of llama.cpp: these layers are among block_count, which is 2.
+    *rows("deepseek3", "nextn_predict_layers", "num_hidden_layers", {ABSENT: 2, 0: 2, 1: 1}),
+    *rows("deepseek3", "nextn_predict_layers", "num_nextn_predict_layers", {ABSENT: 0, 0: 0, 1: 1}),
+    *refused("deepseek3", "nextn_predict_layers", {
+        2: "num_hidden_layers", -1: "num_nextn_predict_layers", "1": "num_nextn_predict_layers",
     }),
     # llama.cpp's loader: a factor of 0 or none is 1, and without a type it is linear.
     *scaling("rope.scaling.factor", {ABSENT: ABSENT, 0.0: ABSENT}, {}),
@@ -245,7 +264,8 @@ def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     elif isinstance(value, bool):
         writer.add_bool(key, value)
     else:
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+        of_integer = writer.add_int32 if value < 0 else writer.add_uint32
+        (of_integer if isinstance(value, int) else writer.add_float32)(key, value)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.name}-{row.key}-{row.value}")

@@ -108,7 +108,7 @@ KINDS = {
     "llama-bpe": ("llama", byte_level("llama-bpe")),
     "qwen2": ("qwen2", byte_level("qwen2")),
     "tekken": ("llama", byte_level("tekken")),
-    "default": ("qwen2", byte_level("default")),
+    "gpt-2": ("qwen2", byte_level("gpt-2")),
     "sentencepiece": ("llama", sentencepiece),
     "phi3": ("phi3", sentencepiece),
     "gemma": ("gemma2", sentencepiece),
@@ -212,12 +212,13 @@ SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     "tekken": ((TEKKEN,), True),
     "gpt-4o": ((O200K,), False),
     "deepseek-v3": (DEEPSEEK3, False),
-    **dict.fromkeys(("default", "gpt-2"), ((GPT2,), False)),
+    "gpt-2": ((GPT2,), False),
+    "default": ((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False),
 }
 # Characters of each kind that the expressions tell apart, and both ends of their ranges.
 KINDS_OF_CHARACTERS = (
-    "aZB\u01c5\u02b0\u6f22\u4e00\u9fa5\u3040\u30ff\u0301120\u2082 "
-    "\n\r\t'sSd/\\.!~-+\u00a0\U0001f642\uff5c"
+    "aZB\u01c5\u02b0\u6f22\u4e00\u9fa5\u3040\u30ff\u030112034\u2082 "
+    "\n\r\t'sSd/\\.!~-+$=|^`\u00a0\U0001f642\uff5c"
 )
 
 
@@ -320,7 +321,7 @@ def test_texts_and_pairs_begin_and_end_as_the_keys_say(
     tokenizer, config = made(
         model=model, tokens=tokens, merges=[],
         token_type=[CONTROL, CONTROL, *[NORMAL] * 256],
-        **{"bos_token_id": 0, "eos_token_id": 1, "add_space_prefix": False, **keys},
+        **{"pre": "gpt-2", "bos_token_id": 0, "eos_token_id": 1, "add_space_prefix": False, **keys},
     )  # fmt: skip
     before, after = [0] * added[0], [1] * added[1]
     a, b = tokens.index("a"), tokens.index("b")
@@ -384,6 +385,8 @@ def test_a_tokenizer_beside_the_file_goes_before_its_metadata(
     [
         ({"tokenizer.ggml.model": "bert"}, "'bert', of which no tokenizer"),
         ({"tokenizer.ggml.pre": "poro"}, "pre is 'poro', and how it splits"),
+        # llama.cpp takes "default" then, and warns that text will be worse.
+        ({"tokenizer.ggml.pre": None}, "pre is missing, and how it splits"),
         ({"tokenizer.ggml.bos_token_id": 4000}, "one of 403 tokens.* 4000"),
         ({"tokenizer.ggml.tokens": [1]}, "tokens should be a list of str"),
         ({"tokenizer.ggml.token_type": [1]}, "a list of 403 numbers"),

@@ -24,7 +24,7 @@ _OF_THE_WEIGHTS = ("config.json", "sharded_state.json", DIGESTS, "*.index.json")
 
 
 class FolderExistsError(ValueError, FileExistsError):
-    """The folder to write exists already."""
+    """The folder to write exists already, or something else is in its place."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``out``, which is renamed to ``out`` if the block succeeds.
 
     If the block fails, the temporary folder is removed. Raises ``FolderExistsError`` if ``out``
-    exists and is no empty folder, before the block or after it.
+    exists and is no empty folder, before the block or after it, or is below what is no folder.
     """
     demand_free(out)
     out = Path(os.path.abspath(out))
@@ -57,10 +57,16 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def demand_free(out: Path) -> None:
-    """Raise ``FolderExistsError`` if ``out`` exists and is no empty folder."""
+    """Raise ``FolderExistsError`` if ``out`` is no empty folder, or below what is no folder."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise FolderExistsError(
             f"{printable(out)} exists and is no empty folder: name another one, or remove it first"
+        )
+    above = next(each for each in Path(os.path.abspath(out)).parents if os.path.lexists(each))
+    if not above.is_dir():
+        raise FolderExistsError(
+            f"{printable(out)} cannot be made, because {printable(above)} is no folder: name "
+            "another one"
         )
 
 

@@ -72,7 +72,13 @@ def assert_accounting_exact(case: Case) -> None:
         lambda: module.load_weights(tuple(damage.pairs)),
         f"a damaged checkpoint was loaded anew: {damage.problems}",
     )
-    module.check_ready()  # nothing was written, so the module can still run
+    try:
+        module.check_ready()  # nothing was written, so the module can still run
+    except ModelNotReadyError as broken:
+        raise AssertionError(
+            "a refused collection was written in part: a load_weights that is overridden should "
+            f"pass a collection on as a list, not as a generator ({broken})"
+        ) from broken
     assert_same_state(state(module), before, "after it refused another checkpoint")
     module = case.build(case.rank, case.size)
     streamed = case.choose([False, True], "as a stream")

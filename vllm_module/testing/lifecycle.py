@@ -6,8 +6,9 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,22 @@ from vllm_module.testing.names import Names, slot_name, stored_tensors
 from vllm_module.testing.sources import failing_reads, failing_stream
 
 _CONTAINERS = list, dict, set
+# Settings that a load must not change: how each is read and set, and two values of it.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], tuple[Any, ...]]] = {
+    "garbage collection": (
+        gc.isenabled, lambda on: gc.enable() if on else gc.disable(), (True, False)
+    ),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled, (True, False)),
+    "torch's threads": (torch.get_num_threads, torch.set_num_threads, (1, 2)),
+    "torch's random state": (
+        lambda: torch.get_rng_state().numpy().tobytes(),
+        lambda state: torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
+        (b"", b""),  # that of a case's seed
+    ),
+    "the default dtype": (
+        torch.get_default_dtype, torch.set_default_dtype, (torch.float32, torch.float64)
+    ),
+}  # fmt: skip
 
 
 @law
@@ -57,8 +74,11 @@ def assert_pure(case: Case) -> None:
 
     check("before the load")
     before, running = _surroundings(module), set(threading.enumerate())
-    module.load_weights(watched())
-    module.update_weights(tensors)
+    first = case.seed % 2
+    with _kept_settings(case.seed, first):
+        module.load_weights(watched())
+    with _kept_settings(case.seed, 1 - first):
+        module.update_weights(tensors)
     check("after the load")
     for name, tensor in tensors.items():
         assert not vars(tensor), f"the checkpoint's {name} now carries {sorted(vars(tensor))}"
@@ -93,19 +113,34 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return type(tensor), tensor.dtype, tensor.stride(), tensor.requires_grad
 
 
+@contextmanager
+def _kept_settings(seed: int, which: int) -> Iterator[None]:
+    """Fail if the block changes a setting of PyTorch or the interpreter; restore them in any case.
+
+    Each has the first or second of two values first, so that a block that sets it to a constant is
+    found in one of them, whatever was set before.
+    """
+    state = torch.Generator().manual_seed(seed + which).get_state()
+    given = {name: values[which] for name, (_, _, values) in _SETTINGS.items()}
+    given["torch's random state"] = state.numpy().tobytes()
+    before = {name: get() for name, (get, _, _) in _SETTINGS.items()}
+    try:
+        for name, value in given.items():
+            _SETTINGS[name][1](value)
+        yield
+        changed = sorted(name for name in given if _SETTINGS[name][0]() != given[name])
+        assert not changed, f"loading changed {', '.join(changed)}"
+    finally:
+        for name, value in before.items():
+            _SETTINGS[name][1](value)
+
+
 def _surroundings(module: nn.Module) -> dict[str, dict[str, object]]:
-    """Return the settings, attributes and globals that a load must not change, by where they are.
+    """Return the attributes and globals that a load must not change, by where they are.
 
     Where they are is the beginning of their names in a message.
     """
     surroundings: dict[str, dict[str, object]] = {
-        "": {
-            "garbage collection": gc.isenabled(),
-            "grad mode": torch.is_grad_enabled(),
-            "torch's threads": torch.get_num_threads(),
-            "torch's random state": torch.get_rng_state().numpy().tobytes(),
-            "the default dtype": torch.get_default_dtype(),
-        },
         "attributes of ": {
             path or "the module": set(vars(each)) for path, each in module.named_modules()
         },

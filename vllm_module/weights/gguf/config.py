@@ -163,6 +163,29 @@ def _window(of: Metadata) -> Any:
     return of.get("attention.sliding_window") or None
 
 
+def _layers_with_window(of: Metadata, entries: Entries) -> Entries:
+    """Return the window, and the layers that have it if the file says so: all but every n-th.
+
+    The number n is a key that converters seldom write. If it is 0, all layers have the window.
+    """
+    found: Entries = {"sliding_window": of.need("attention.sliding_window")}
+    period, layers = of.get("attention.sliding_window_pattern"), entries["num_hidden_layers"]
+    if period is None:
+        return found
+    if type(period) is not int or period < 0:
+        raise UnsupportedModelError(
+            f"{of.where}: {of.architecture}.attention.sliding_window_pattern is {shorten(period)}: "
+            "expected a number n, so that every n-th layer attends to all tokens. Take the model "
+            "in safetensors"
+        )
+    if type(layers) is int and layers <= len(of.tensors):  # more are refused later
+        found["layer_types"] = [
+            "full_attention" if period and at % period == 0 else "sliding_attention"
+            for at in range(1, layers + 1)
+        ]
+    return found
+
+
 def _llama(of: Metadata, entries: Entries) -> Entries:
     window = _window(of)
     if of.get("expert_count"):
@@ -210,7 +233,7 @@ def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
         "num_local_experts": of.need("expert_count"),
         "num_experts_per_tok": of.need("expert_used_count"),
         "intermediate_size": of.shape("blk.0.ffn_gate_exps.weight", 3)[-2],
-        "sliding_window": of.need("attention.sliding_window"),
+        **_layers_with_window(of, entries),
         "rope_parameters": {},  # a config.json without them has YaRN's
     }
 
@@ -233,7 +256,10 @@ def _deepseek2(of: Metadata, entries: Entries) -> Entries:
     groups = of.get("expert_group_count") or groups
     chosen = of.get("expert_group_used_count") or chosen
     greedy = "greedy" if groups == 1 else "group_limited_greedy"
+    # Layers that predict further tokens count as blocks, also where a file has none of them.
+    layers, further = entries["num_hidden_layers"], of.get("nextn_predict_layers", 0)
     return {
+        "num_hidden_layers": layers - further if type(layers) is type(further) is int else layers,
         "architectures": [f"DeepseekV{3 if corrected else 2}ForCausalLM"],
         "n_routed_experts": experts,
         "num_experts_per_tok": of.need("expert_used_count"),
@@ -246,7 +272,7 @@ def _deepseek2(of: Metadata, entries: Entries) -> Entries:
         "scoring_func": "sigmoid" if sigmoid else "softmax",
         "norm_topk_prob": of.get("expert_weights_norm", False),
         "routed_scaling_factor": of.get("expert_weights_scale") or 1.0,  # 0 means no scale
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": further,
     }
 
 
@@ -257,7 +283,7 @@ def _gemma(of: Metadata, entries: Entries, largest: int) -> Entries:
         size = entries["hidden_size"] // heads
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": of.need("attention.sliding_window"),
+        **_layers_with_window(of, entries),
         "query_pre_attn_scalar": size,
     }
 

@@ -83,6 +83,13 @@ _DEEPSEEK2 = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    # Of layers that predict further tokens, which are behind the others.
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
 _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -101,7 +108,7 @@ class Architecture:
     """The tensor names of one ``general.architecture``, and llama.cpp's changes of the values.
 
     Attributes:
-        layer: dict from the component after ``blk.N`` to the name after ``model.layers.N``.
+        layer: dict from the components after ``blk.N`` to the name after ``model.layers.N``.
         norms_plus_one: True if norm weights are stored with 1 added.
         experts_apart: True if each expert is a tensor of its own in the model (gate and up too),
             where Hugging Face's checkpoints have one tensor.
@@ -153,9 +160,10 @@ def renamed(name: str, architecture: Architecture) -> str:
     *above, last = name.split(".")
     if len(above) == 1 and above[0] in _TOP:
         return f"{_TOP[above[0]]}.{last}"
-    if len(above) == 3 and above[0] == "blk" and above[2] in architecture.layer:
-        found = f"model.layers.{above[1]}.{architecture.layer[above[2]]}"
-        return found if above[2] in _WITHOUT_LAST else f"{found}.{last}"
+    component = ".".join(above[2:])
+    if above[:1] == ["blk"] and component in architecture.layer:
+        found = f"model.layers.{above[1]}.{architecture.layer[component]}"
+        return found if component in _WITHOUT_LAST else f"{found}.{last}"
     return name
 
 

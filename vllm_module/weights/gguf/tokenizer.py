@@ -48,18 +48,20 @@ _DEEPSEEK3 = (  # one after the other: numbers, Chinese and Japanese, the rest
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LIKE_LLAMA3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"
 )  # fmt: skip
-# Patterns that split text before it is encoded, by tokenizer.ggml.pre; None is GPT-2's pattern.
-_SPLITS: Mapping[str, tuple[str, ...] | None] = {
+# Patterns that split text before it is encoded, one after the other, by tokenizer.ggml.pre.
+_SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
     "deepseek-v3": _DEEPSEEK3,
     "tekken": (_TEKKEN,),
     "gpt-4o": (_O200K,),
-    "default": None,
-    "gpt-2": None,
+    # llama.cpp's, also where it warns that the key is missing: no published model's.
+    "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
 }
 # With these, a word in the vocabulary is used whole, without merges, and texts begin with the token
 # "bos" unless a key says otherwise: ``llama_vocab::impl::load`` of llama.cpp.
@@ -210,10 +212,11 @@ def _byte_level(
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    pre = keys.get("pre", "default")
+    pre: Any = keys.get("pre")
     if pre not in _SPLITS:
+        named = "missing" if pre is None else shorten(pre)
         raise UnsupportedModelError(
-            f"{where}: tokenizer.ggml.pre is {shorten(pre)}, and how it splits text is not known: "
+            f"{where}: tokenizer.ggml.pre is {named}, and how it splits text is not known: "
             f"expected one of {', '.join(_SPLITS)}. {_ADVICE}"
         )
     spelled = _byte_characters()
@@ -228,16 +231,12 @@ def _byte_level(
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_FIRST)
     )
-    splits = _SPLITS[pre]
-    if splits is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in splits),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in _SPLITS[pre]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
