@@ -215,6 +215,9 @@ def _convolve(
     tl.store(y_ptr + y_row[:, None] * channels + column[None, :], y, mask=mask)
 
     if state_ptr is not None:
+        if WIDTH == 2:
+            # Threads that store have not read the same numbers; other widths have a barrier.
+            tl.debug_barrier()
         # The input at ``count + place - WIDTH + 1`` replaces an older one, which is not read again.
         stored = is_channel & (first == 0) & (slot >= 0)
         for place in tl.static_range(WIDTH - 1):

@@ -21,6 +21,7 @@ SORTED = 64  # number of tokens above which a nucleus is drawn from in the order
 _CHUNK = 8192  # tokens of a program
 _TILE = 1024
 _BINS = 2048
+_SCRATCH = 1 << 28  # bytes of the sums of searches: rows beyond these are drawn afterwards
 _STATE = 9  # numbers in the state of a row: see _advance
 
 
@@ -102,6 +103,10 @@ def draw_tokens_triton(
     if not count:
         return drawn
     chunks = -(-vocab // _CHUNK)
+    most = max(1, _SCRATCH // (chunks * 4 * _BINS * 8)) if top_k or top_p else count
+    if count > most:
+        batches = zip(rows.split(most), settings.split(most), strict=True)
+        return torch.cat([draw_tokens_triton(logits, *each, top_k, top_p) for each in batches])
     peaks = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(count, 3, chunks, dtype=torch.int64, device=logits.device)
     state = torch.empty(count, _STATE, dtype=torch.int64, device=logits.device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import runpy
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def agreed(count: int, in_memory: bool) -> dict[str, float]:
         def agree(rank: int, place: Any = groups, at: Any = start, found: Any = results) -> None:
             at.wait()
             each = exchange._Exchange(place[rank], rank, count, 0)
-            found[rank] = exchange._carry_out(lambda: rank, 600, each)
+            found[rank] = exchange._carry_out(lambda: (rank, pickle.dumps(rank)), 600, each)
 
         ranks = [threading.Thread(target=agree, args=(rank,)) for rank in range(count)]
         for each in ranks:

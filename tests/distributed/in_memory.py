@@ -6,6 +6,7 @@ for them; a rank that ends, or leaves, closes its connections to all others.
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 import time
@@ -63,10 +64,13 @@ class Network:
         """Return what ranks returned or raised; ``waits_for`` are all ranks by default."""
         found: dict[int, Any] = {}
 
+        def pickled(result: Any) -> tuple[Any, bytes]:
+            return result, pickle.dumps(result)
+
         def run_rank(rank: int) -> None:
             try:
                 each = exchange._Exchange((self, rank), rank, self.size, 0)  # type: ignore[arg-type]
-                found[rank] = exchange._carry_out(lambda: work(rank), timeout, each)
+                found[rank] = exchange._carry_out(lambda: pickled(work(rank)), timeout, each)
             except BaseException as error:
                 found[rank] = error
 

@@ -139,6 +139,20 @@ def test_production_sizes_and_the_edges_of_chunks(monkeypatch: pytest.MonkeyPatc
             assert launched(logits, torch.tensor([0]), chosen) == [token]
 
 
+def test_rows_beyond_the_memory_of_searches_are_drawn_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of seven rows the memory takes three; they have the tokens that all have at once."""
+    torch.manual_seed(0)
+    logits, rows = torch.randn(9, 40), torch.tensor([8, 0, 3, 3, 5, 1, 7])
+    each = torch.rand(7, 5, dtype=torch.float64) * torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+    each[:, 2] = torch.tensor([0, 3, 40, 7, 1, 0, 20])
+    together = launched(logits, rows, each)
+    assert len({*together}) > 2
+    monkeypatch.setattr(kernel, "_SCRATCH", 3 * 4 * 8 * kernel._BINS + 1)
+    assert launched(logits, rows, each) == together
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "most"), [(0, 1.0, 2), (5, 1.0, 7), (0, 0.5, 7), (5, 0.5, 9)]
 )
