@@ -149,6 +149,7 @@ def test_rows_beyond_the_memory_of_searches_are_drawn_afterwards(
     each[:, 2] = torch.tensor([0, 3, 40, 7, 1, 0, 20])
     together = launched(logits, rows, each)
     assert len({*together}) > 2
+    # Rows that fill the real memory would take minutes in the interpreter.
     monkeypatch.setattr(kernel, "_SCRATCH", 3 * 4 * 8 * kernel._BINS + 1)
     assert launched(logits, rows, each) == together
 

@@ -127,6 +127,19 @@ def test_abort_ends_all_of_a_call_and_nothing_else(
     assert free(llm)
 
 
+async def hold(llm: AsyncLLM, goes_on: threading.Event) -> None:
+    """Hold the engine between two steps, where the calls that follow are carried out."""
+    waits = threading.Event()
+
+    def wait() -> tuple[()]:
+        waits.set()
+        assert goes_on.wait(60)
+        return ()
+
+    llm._thread.put(wait)
+    await until(waits.is_set)
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_an_id_of_a_request_that_has_ended(sync: LLM, llm: AsyncLLM, leaves: bool) -> None:
     """Another request may have it, even before the caller of the first has been told of its end.
@@ -135,18 +148,12 @@ def test_an_id_of_a_request_that_has_ended(sync: LLM, llm: AsyncLLM, leaves: boo
     """
     prompts, short = ([1, 2, 3], [4, 5], [6]), SamplingParams(temperature=0, max_tokens=9)
     expected = [tokens(sync.generate(each, short, use_tqdm=False)[0]) for each in prompts]
-    waits, goes_on = threading.Event(), threading.Event()
-
-    def wait() -> tuple[()]:
-        waits.set()
-        assert goes_on.wait(60)
-        return ()
+    goes_on = threading.Event()
 
     async def ended() -> list[Any]:
         first = asyncio.ensure_future(last(llm, prompts[0], LONG, "mine"))
         await until(lambda: any(each.sequences[0].output for each in requests.values()))
-        llm._thread.put(wait)  # the calls that follow are carried out between two steps
-        await until(waits.is_set)
+        await hold(llm, goes_on)
         await llm.abort("mine")
         others = [
             asyncio.ensure_future(last(llm, prompt, short, name))
@@ -193,18 +200,12 @@ def test_whoever_sleeps_and_leaves(llm: AsyncLLM) -> None:
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_whoever_comes_while_an_engine_falls_asleep(llm: AsyncLLM, mode: PauseMode) -> None:
     """Requests that come while others end do not keep an engine awake; it refuses them, asleep."""
-    waits, goes_on = threading.Event(), threading.Event()
-
-    def wait() -> tuple[()]:
-        waits.set()
-        assert goes_on.wait(60)
-        return ()
+    goes_on = threading.Event()
 
     async def slept() -> list[Any]:
         first = asyncio.ensure_future(last(llm, [1, 2, 3], LONG))
         await until(lambda: llm.llm.engine.requests)
-        llm._thread.put(wait)  # the calls that follow are carried out between two steps
-        await until(waits.is_set)
+        await hold(llm, goes_on)
         sleeping = asyncio.ensure_future(llm.sleep(mode=mode))
         await until(lambda: llm._thread._calls.qsize() == 1)
         later = [asyncio.ensure_future(last(llm, [4, 5], LONG)) for _ in range(3)]

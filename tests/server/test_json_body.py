@@ -120,7 +120,8 @@ def test_most_large_bodies_are_not_written_again_to_find_infinities() -> None:
 def test_what_is_encoded_in_parts_is_the_whole(value: Any, at_once: int, piece: int) -> None:
     """Python's own encoder, which encodes all of it at once, has the same bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_body, "_AT_ONCE", at_once)  # so that small values have many parts
+        # So that small values have many parts, and these many pieces.
+        patch.setattr(json_body, "_AT_ONCE", at_once)
         patch.setattr(json_body, "_PIECE", piece)
         for each in (value, {"a": [value, (value, 1.5)]}):
             whole = json.dumps(each, ensure_ascii=False, separators=(",", ":"))

@@ -121,9 +121,7 @@ class Continuation:
                     own = output.error.startswith(("structured_outputs: ", NOTHING_LEFT))
                     raise ApiError(400 if own else 500, output.error)  # own: of the request
                 samples = [*output.outputs]
-                if (
-                    output.finished
-                ):  # one that ends before its prompt is computed has only the first
+                if output.finished:  # before its prompt is computed, there is only the first
                     missing = range(len(samples), self.params.n)
                     samples += [replace(samples[0], index=number) for number in missing]
                 for sample in samples:

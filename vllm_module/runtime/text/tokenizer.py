@@ -444,7 +444,7 @@ class TextStream:
         if len(text) - len(whole) <= _MAX_INCOMPLETE:
             return whole
         # Some decoders write U+FFFD for each byte of whole characters before an incomplete one.
-        return commonprefix(self._shorter(text))  # noqa: RUF071  # characters, and no paths
+        return commonprefix(self._shorter(text))  # noqa: RUF071  # of texts, which are no paths
 
 
 def _listed(ids: Any) -> list[int]:
