@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_module.kernels.attention.mla_attention_tile import attend_latent, load_query
-from vllm_module.kernels.attention.paged_attention_prefill import sequence_of
 from vllm_module.kernels.attention.paged_attention_tile import Arguments, Tiles, normalize
 from vllm_module.kernels.operators import tl, triton
+from vllm_module.kernels.rows.packed_sequences import sequence_of
 
 
 def launch_prefill(arguments: Arguments, constants: dict[str, Any], tiles: Tiles) -> None:

@@ -22,6 +22,7 @@ from vllm_module.kernels.attention.paged_attention_tile import (
 from vllm_module.kernels.choices import choose
 from vllm_module.kernels.dtypes import capability
 from vllm_module.kernels.operators import next_power_of_2, tl, triton
+from vllm_module.kernels.rows.packed_sequences import sequence_of
 
 
 @cache
@@ -72,25 +73,6 @@ def launch_prefill(arguments: Arguments, constants: dict[str, Any]) -> None:
         BLOCK_Q=block_q,
         **tiles.launch(),
     )
-
-
-@triton.jit
-def sequence_of(program, starts_ptr, sequences, BLOCK_Q: tl.constexpr):
-    """Return the sequence that a program computes.
-
-    A sequence whose tokens start at ``start`` has the programs from ``start // BLOCK_Q + sequence``
-    on. There are enough of them, and no two sequences share one, so the host makes no list of
-    blocks.
-    """
-    # Binary search for the first sequence whose programs begin after this one.
-    low, high = 0, sequences
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(starts_ptr + middle) // BLOCK_Q + middle <= program:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences", "capacity", "table_row"])

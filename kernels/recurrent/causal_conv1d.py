@@ -26,6 +26,7 @@ from vllm_module.kernels.recurrent.recurrent_state import (
     store_states,
 )
 from vllm_module.kernels.recurrent.states_on_cpu import convolve_states, takes_states
+from vllm_module.kernels.rows.packed_sequences import sequence_of
 
 _TOKENS, _CHANNELS = 16, 64  # tokens and channels of a program
 
@@ -137,11 +138,12 @@ def causal_conv1d_triton(*arguments: Any) -> torch.Tensor:
     if not (tokens and channels and sequences):
         return y
     rows = min(_TOKENS, next_power_of_2(longest))
-    grid = -(-longest // rows), sequences, -(-channels // _CHANNELS)
-    _convolve[grid](
+    programs = sequences if rows == 1 else tokens // rows + sequences
+    _convolve[programs, -(-channels // _CHANNELS)](
         (x, weight, bias, y, state),
         tuple(places),
         tokens,
+        sequences,
         channels,
         x.stride(),
         weight.stride(),
@@ -156,11 +158,12 @@ def causal_conv1d_triton(*arguments: Any) -> torch.Tensor:
     return y
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "sequences"])
 def _convolve(
     tensors,
     places,
     tokens,
+    sequences,
     channels,
     x_strides,
     weight_strides,
@@ -177,13 +180,19 @@ def _convolve(
     """
     x_ptr, weight_ptr, bias_ptr, y_ptr, state_ptr = tensors
     x_token, x_channel = x_strides
-    first = tl.program_id(0) * ROWS
-    sequence = tl.program_id(1)
+    program = tl.program_id(0)
+    sequence, first = program, 0
+    if ROWS > 1:
+        sequence = 0
+        if state_ptr is not None:
+            sequence = sequence_of(program, places[1], sequences, ROWS)
     start, count, slot, continues = place_of(sequence, places, tokens)
+    if ROWS > 1:
+        first = (program - start // ROWS - sequence).to(tl.int32) * ROWS
     if first >= count:
         return
     row = first + tl.arange(0, ROWS)
-    column = (tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     is_channel = column < channels
     x_base = x_ptr + start * x_token
     state_base = state_ptr

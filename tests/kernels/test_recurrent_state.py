@@ -347,6 +347,30 @@ def test_bad_input(operation) -> None:
     refused(f"a state slot is {SLOTS}, and there are {SLOTS}", state, slots + SLOTS - 1, *rest)
 
 
+@pytest.mark.parametrize("longest", [1, 4, 512])
+@pytest.mark.parametrize("lengths", [[1] * 9, [1, 0, 1], [3, 1], [40, 1, 0, 16, 17], [0, 0, 15]])
+def test_a_convolution_starts_no_more_programs_than_its_tokens_need(
+    lengths: list[int], longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a sequence may be, there is one for 4 tokens and one for each sequence."""
+    grids: list[tuple[int, int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **constants: None
+
+    monkeypatch.setattr(conv, "_convolve", Kernel())  # counts programs, and runs none
+    *where, most = places([*range(len(lengths))], lengths, [0] * len(lengths))
+    x, weight = torch.randn(sum(lengths), 33), torch.randn(33, 4)
+    state = torch.zeros(len(lengths), 33, 3)
+    conv.causal_conv1d_triton(x, weight, None, state, *where, max(longest, most), True)
+    (programs, blocks), used = grids[0], sum(-(-each // 4) for each in lengths)
+    one_each = max(longest, most) == 1
+    assert programs == len(lengths) if one_each else used <= programs <= len(x) // 4 + len(lengths)
+    assert blocks == 3
+
+
 def test_other_shapes_are_refused() -> None:
     """Heads that are no multiple, and convolutions of another width, are refused with numbers."""
     x = torch.randn(3, 4)
