@@ -56,7 +56,7 @@ class MissingPackageError(UnsupportedModelError, ImportError):
 
 
 class ModelNotReadyError(RuntimeError):
-    """A module was run before its weights were complete, or after a load broke midway."""
+    """Whole weights are needed, and a load is not complete, broke midway, or the engine sleeps."""
 
 
 class RankError(RuntimeError):

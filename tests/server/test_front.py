@@ -248,8 +248,9 @@ def test_who_gives_no_answer_is_named_to_operators() -> None:
 def test_each_engine_has_the_fields_in_the_query() -> None:
     """A pause without its mode would end the requests that run."""
     stubs = [Stub(200, b"{}") for _ in range(2)]
-    assert answered("/pause?mode=keep&clear_cache=false", *stubs) == (200, b"{}")
-    assert [each.target for each in stubs] == ["/pause?mode=keep&clear_cache=false"] * 2
+    for target in ("/pause?mode=keep&clear_cache=false", "/sleep?level=2", "/wake_up?tags=weights"):
+        assert answered(target, *stubs) == (200, b"{}")
+        assert [each.target for each in stubs] == [target] * 2
 
 
 def test_metrics_are_of_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_module.adapters import gathered, open_adapter
 from vllm_module.base.messages import shorten
 from vllm_module.build.model_source import ModelSource
+from vllm_module.errors import ModelNotReadyError
 from vllm_module.runtime.arguments import check_type
 from vllm_module.runtime.engine import Engine
 from vllm_module.runtime.merged_weights import merged_weights
@@ -162,7 +163,7 @@ class AdapterMethods:
     def _check_awake(self) -> None:
         self.executor.check()
         if "weights" in self.executor.sleeping:  # and slots, which are filled at the end
-            raise RuntimeError("the engine sleeps: wake_up() first")
+            raise ModelNotReadyError("the engine sleeps: wake_up() first")
 
     def _memory(self) -> AdapterMemory:
         memory = self.engine.adapter_memory

@@ -79,7 +79,7 @@ class WeightMethods:
             WeightLoadError: the model refuses the weights.
             WeightReadError: a tensor has another digest, an iterator lost touch with the trainer
                 that it receives from, or an update is for weights of another version.
-            RuntimeError: the engine sleeps, and has its weights in host memory.
+            ModelNotReadyError: the engine sleeps, and has its weights in host memory.
 
         """
         check_type("weight_version", weight_version, "text or None", str, type(None))
@@ -95,7 +95,7 @@ class WeightMethods:
             if isinstance(weights, SentBoxes):
                 check_target(weights.plan.target, self._layout)
             if self.executor.asleep == 1 and "weights" in self.executor.sleeping:
-                raise RuntimeError("the engine sleeps: wake_up() first")
+                raise ModelNotReadyError("the engine sleeps: wake_up() first")
             if isinstance(weights, WeightUpdate):
                 weight_version = weights.name_after(self.weight_version, weight_version)
                 digests = digests or weights.digests or None
@@ -225,9 +225,8 @@ class WeightMethods:
                 too: then the next update has to be a whole checkpoint.
 
         Raises:
-            ModelNotReadyError: those weights exist nowhere any more, or an update of the weights
-                had failed midway.
-            RuntimeError: the KV cache is to wake up before the weights.
+            ModelNotReadyError: those weights exist nowhere any more, an update of the weights had
+                failed midway, or the KV cache is to wake up before the weights.
 
         """
         if tags is not None:
@@ -240,7 +239,7 @@ class WeightMethods:
             if asleep:
                 wanted = asleep.intersection(SLEEPING if tags is None else tags)
                 if wanted == {"kv_cache"} and "weights" in asleep:
-                    raise RuntimeError(
+                    raise ModelNotReadyError(
                         "the weights sleep, and the KV cache wakes up after them: wake_up(tags="
                         "['weights']) first, and send their update if they were dropped"
                     )
@@ -323,7 +322,7 @@ class WeightMethods:
         """Raise if the ranks do not have whole weights now."""
         self.executor.check()
         if "weights" in self.executor.sleeping:
-            raise RuntimeError("the engine sleeps: wake_up() first")
+            raise ModelNotReadyError("the engine sleeps: wake_up() first")
         if self.executor.refusal is not None:
             raise ModelNotReadyError(self.executor.refusal)
 

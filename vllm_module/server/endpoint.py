@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -167,18 +167,22 @@ class HandlerEndpoint(Endpoint):
     async def answer(self, request: Request, data: bytes, send: CountingSend) -> None:
         """Check the body and have the handler answer it."""
         # vLLM's clients send an operation's fields so: /pause?mode=keep.
-        query = request.query_params if self.right == "admin" else {}
+        query: dict[str, list[Any]] = {}
+        if self.right == "admin":
+            for name, value in request.query_params.multi_items():
+                query.setdefault(name, []).append(_FLAGS.get(value, value))
         check = partial(self._checked, request.headers, query, data)
         large = len(data) > SMALL_BODY  # then other requests are answered meanwhile
         body = await asyncio.to_thread(check) if large else check()
         await work_until_gone(self._work(body, request, send), request.receive)
 
-    def _checked(self, headers: Headers, query: Mapping[str, str], data: bytes) -> Body:
+    def _checked(self, headers: Headers, query: dict[str, list[Any]], data: bytes) -> Body:
         if query and data:
             raise ApiError(400, f"send all fields in the body: {shorten(', '.join(query))}")
         needed = any(each.is_required() for each in self.kind.model_fields.values())
         if query or not (data or needed):
-            return self.kind.of({name: _FLAGS.get(value, value) for name, value in query.items()})
+            alone = {name: given[0] for name, given in query.items() if len(given) == 1}
+            return self.kind.of(query | alone)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another origin cannot send unasked
             raise ApiError(415, "send the body with 'Content-Type: application/json'")

@@ -14,6 +14,8 @@ _IN_HTTP = {
     "tokenization_kwargs should keep": "truncate_prompt_tokens should keep",
     "LLM.embed returns": "/v1/embeddings returns",
     "call generate, or load": "ask /v1/completions, or serve",
+    "wake_up() first": "ask /wake_up first",
+    "wake_up(tags=['weights'])": "ask /wake_up?tags=weights",
     "are no embeddings: use classify or score": "are no embeddings",
 }
 
@@ -51,7 +53,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineBusyError):
         return ApiError(503, str(error), code="engine_overloaded")
     if isinstance(error, ModelNotReadyError):
-        return ApiError(503, str(error), code="not_ready")
+        return ApiError(503, in_http(str(error)), code="not_ready")
     if isinstance(error, ValueError):
         return ApiError(400, in_http(str(error)))
     if isinstance(error, asyncio.CancelledError):

@@ -35,7 +35,7 @@ from vllm_module.server.json_body import json_response, read_json
 
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # What each engine has of its own, so all of them have to do it.
-_IN_TURN = "/pause", "/update_weights"
+_IN_TURN = "/pause", "/sleep", "/wake_up", "/update_weights"
 _FOR_ALL = "/resume", "/reset_prefix_cache", "/abort"  # at any time: a pause may wait for them
 _SCRAPE = 5.0  # seconds that an engine has to tell its metrics
 _GONE = 5.0  # seconds that an engine has to end the requests of clients that have gone

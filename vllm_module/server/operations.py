@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from vllm_module.base.version import __version__
 from vllm_module.runtime.llm import LLM
@@ -13,12 +15,30 @@ from vllm_module.server.protocol import Body
 from vllm_module.server.state import State
 from vllm_module.weights.update_file import open_update
 
+_LEVELS = {"1": 1, "2": 2}
+
 
 class PauseBody(Body):
     """The body of /pause."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     clear_cache: bool = True
+
+
+class SleepBody(Body):
+    """The body of /sleep; in a query, the level is a text."""
+
+    level: Annotated[Literal[1, 2], BeforeValidator(lambda level: _LEVELS.get(level, level))] = 1
+    mode: Literal["abort", "wait"] = "abort"
+
+
+class WakeBody(Body):
+    """The body of /wake_up; in a query, one tag is a text."""
+
+    tags: Annotated[
+        list[Literal["weights", "kv_cache"]] | None,
+        BeforeValidator(lambda tags: [tags] if isinstance(tags, str) else tags),
+    ] = None
 
 
 class UpdateBody(Body):
@@ -127,6 +147,26 @@ async def resume(state: State, body: Body) -> dict[str, Any]:
     """Compute steps again."""
     await state.engine().resume()
     return {"status": "resumed"}
+
+
+async def sleep(state: State, body: SleepBody) -> dict[str, Any]:
+    """Free the memory of weights and cache; see :meth:`~vllm_module.AsyncLLM.sleep`."""
+    engine = state.engine()
+    if engine.is_sleeping:
+        raise ApiError(409, "the engine sleeps already: ask /wake_up first")
+    await engine.sleep(body.level, body.mode)
+    return {"status": "sleeping"}
+
+
+async def wake_up(state: State, body: WakeBody) -> dict[str, Any]:
+    """Wake up with weights, cache or both; see :meth:`~vllm_module.LLM.wake_up`."""
+    await state.engine().wake_up(body.tags)
+    return {"status": "awake"}
+
+
+async def is_sleeping(state: State, body: Body) -> dict[str, Any]:
+    """Tell whether weights or cache sleep."""
+    return {"is_sleeping": state.engine().is_sleeping}
 
 
 async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
