@@ -293,6 +293,17 @@ def test_types_of_values(text: str, schema: Any, value: Any) -> None:
         assert (type(read), read) == (type(value), value)
 
 
+@pytest.mark.parametrize("other", [{}, *({"type": each} for each in TYPES)])
+@pytest.mark.parametrize("constant", [None, False, True, 0, 1, -2.5, "", "x", "null", "5"])
+def test_a_constant_is_an_enumeration_of_one(constant: Any, other: dict[str, Any]) -> None:
+    """``const`` and ``enum`` of any one value read any text alike, beside any other type."""
+    texts = ("", "x", "5", "0", "1", "null", "NULL", "true", "False", "-2.5")
+    one, many = ({"anyOf": [each, other]} for each in ({"const": constant}, {"enum": [constant]}))
+    for text in texts:
+        read, expected = (value_read("glm", text, schema) for schema in (one, many))
+        assert (type(read), read) == (type(expected), expected), text
+
+
 @given(st.lists(st.text("~/01%2Fé ", max_size=5), min_size=1, max_size=3))
 @example(["~1"])
 @example(["~01"])
