@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module.adapters import attach, base_names
+from vllm_module.adapters.config import AdapterConfig
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.lora_slots import AdapterSlots
@@ -80,6 +83,38 @@ def test_parameters_of_experts(tmp_path: Path, inter: int) -> None:
     for version in ("0.19.1", "0.20.0", "1.0.0.dev0"):  # of which none has them turned
         rewritten(tmp_path / "adapter", dict, peft_version=version)
         assert load_adapter(base, tmp_path / "adapter").config.peft_version == version
+
+
+ORDERS = [("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("down", "x_down")]
+# What is in no order, as a set, has the right one by chance, but not for all of these.
+ORDERS += [(f"a{i}", f"b{i}", f"c{i}") for i in range(8)]
+
+
+@pytest.mark.parametrize("names", ORDERS, ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_each_wrapper_of_experts_has_its_parameter(names: tuple[str, ...], turned: bool) -> None:
+    """However many a module has, in any order of ``target_parameters``, as PEFT wraps them."""
+    inner = torch.nn.Module()
+    for size, name in enumerate(names, 3):
+        inner.register_parameter(name, torch.nn.Parameter(torch.randn(2, size, 4)))
+    model = torch.nn.Module()
+    model.experts = inner
+    listed = [f"experts.{name}" for name in (reversed(names) if turned else names)]
+    settings = {"r": 2, "lora_alpha": 2, "target_modules": [], "target_parameters": listed}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT has many for such a model
+        wrapped = get_peft_model(model, LoraConfig(**settings))
+    tensors = get_peft_model_state_dict(wrapped)
+    found = base_names(tensors, AdapterConfig(**settings))
+    expected, layer = {}, wrapped.base_model.model.experts
+    while hasattr(layer, "parameter_name"):
+        path = f"experts.{layer.parameter_name}"
+        expected[f"{path}.lora_A"] = layer.lora_A["default"].weight
+        expected[f"{path}.lora_B"] = layer.lora_B["default"].weight
+        layer = layer.base_layer
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.flatten().sort().values, expected[name].flatten().sort().values)
 
 
 @pytest.mark.parametrize(

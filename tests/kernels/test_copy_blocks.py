@@ -34,6 +34,20 @@ def test_each_page_is_copied_in_every_plane_and_others_stay(planes: tuple[int, .
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize("stride", [0, 1, 2, 7, 1000])
+def test_the_stride_of_a_dimension_of_one_says_nothing(dim: int, stride: int) -> None:
+    """A page of one token, head or feature is one piece of memory whatever that stride is."""
+    shape = [4, *PAGE]
+    shape[dim] = 1
+    plain = torch.randn(shape)
+    strides = [*plain.stride()]
+    strides[dim] = stride
+    expected = plain[[0, 3, 2, 3]]
+    copy_blocks(plain.as_strided(shape, strides), torch.tensor([[3, 1]]))
+    assert torch.equal(plain, expected)
+
+
 @settings(max_examples=40)
 @given(
     planes=st.lists(st.integers(1, 3), max_size=2),

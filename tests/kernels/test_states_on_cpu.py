@@ -193,3 +193,44 @@ def test_torch_computes_what_the_loops_do_not_take(
         with products(Products()):
             expected = causal_conv1d(x, weight, None, before, **places, silu=False)
     torch.testing.assert_close(y[USED], expected[USED])
+
+
+def _drawn(operation: str) -> dict[str, Any]:
+    """Return the arguments of an operation, all contiguous."""
+    heads, keys, values = 4, 6, 5
+    of_keys, of_values = (torch.randn(TOKENS, heads, n) for n in (keys, values))
+    if operation == "mamba2_scan":
+        own = {
+            "x": of_values, "dt": torch.randn(TOKENS, heads), "a": -torch.rand(heads),
+            "b": of_keys, "c": torch.randn(TOKENS, heads, keys), "d": torch.randn(heads),
+            "dt_bias": torch.randn(heads), "state": torch.randn(7, heads, values, keys),
+        }  # fmt: skip
+    elif operation == "gated_delta_rule":
+        own = {
+            "q": of_keys, "k": torch.randn(TOKENS, heads, keys), "v": of_values,
+            "g": -torch.rand(TOKENS, heads), "beta": torch.rand(TOKENS, heads),
+            "state": torch.randn(7, heads, keys, values),
+        }  # fmt: skip
+    else:
+        own = {
+            "x": torch.randn(TOKENS, keys), "weight": torch.randn(keys, 4),
+            "bias": torch.randn(keys), "state": torch.randn(7, keys, 3),
+        }  # fmt: skip
+    return own | PLACES
+
+
+@pytest.mark.parametrize("operation", [mamba2_scan, gated_delta_rule, causal_conv1d])
+def test_any_argument_may_be_a_view_with_gaps(operation: Any) -> None:
+    """Outputs and states are those of contiguous arguments, whatever lies between the numbers."""
+    given = _drawn(operation.__name__)
+    whole = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    expected = operation(**whole)
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        between = torch.full_like(tensor, 1 if name in PLACES else torch.nan)  # slot 1 is unused
+        arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        arguments[name] = torch.stack((tensor, between), -1)[..., 0]
+        y = operation(**arguments)
+        torch.testing.assert_close(y[USED], expected[USED], msg=f"with gaps in {name}")
+        torch.testing.assert_close(arguments["state"], whole["state"], msg=f"with gaps in {name}")

@@ -22,6 +22,7 @@ from vllm_module.layers import (
     RMSNorm,
     ShardedRMSNorm,
 )
+from vllm_module.parameters import Slot
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -149,4 +150,36 @@ def test_norms_of_heads_that_are_cut(offset: float | None, dtype: torch.dtype, s
             expected = of_each(whole).chunk(slot.parts, dim=1)[part]
             torch.testing.assert_close(per_head(local), expected)
 
+    run_ranks(size, compare)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("offset", REFERENCES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_norms_whose_weight_has_another_dtype(
+    dtype: torch.dtype, weight_dtype: torch.dtype, offset: float | None, size: int
+) -> None:
+    """A result has the dtype to which input and weight promote, cut over ranks or not."""
+    weight = torch.randn(24).to(weight_dtype)
+    # Squares of these add up to the same sum in any order.
+    x = torch.randint(-16, 17, (7, 24)).to(dtype)
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-3)
+    if offset is None:
+        expected = normed.to(dtype) * weight
+    else:
+        expected = (normed * (weight.float() + offset)).to((x * weight).dtype)
+    whole = RMSNorm(24, 1e-3, weight_dtype, offset)
+    whole.load_weights({"weight": weight})
+
+    def compare(rank: int) -> None:
+        sharded = ShardedRMSNorm(Slot("", 24, size), 1e-3, weight_dtype, offset)
+        sharded.load_weights({"weight": weight})
+        found = sharded(x.chunk(size, dim=1)[rank])
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected.chunk(size, dim=1)[rank])
+
+    assert whole(x).dtype == expected.dtype
+    assert torch.equal(whole(x), expected)
     run_ranks(size, compare)

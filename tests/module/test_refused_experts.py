@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_module import vLLMModule
+from vllm_module.core import fill
 from vllm_module.distributed import expert_parallel, tensor_parallel
 from vllm_module.errors import (
     DuplicateWeightError,
@@ -212,8 +213,15 @@ def test_experts_need_not_divide_the_ranks() -> None:
     assert kept == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_tied_experts_may_be_packed_under_one_name_alone() -> None:
-    """Two modules that share experts take both forms, and refuse two values."""
+# Numbers that are compared at a time: none, one, some of an expert, more than one.
+@pytest.mark.parametrize("most", [None, 0, 1, 7, 48, 100])
+@pytest.mark.parametrize("packed_first", [False, True])
+def test_tied_experts_may_be_packed_under_one_name_alone(
+    packed_first: bool, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two modules that share experts take both forms, of any size, and refuse two values."""
+    if most is not None:
+        monkeypatch.setattr(fill, "_COMPARED_BYTES", most * 4)  # real experts have more than 16 MiB
 
     class Two(vLLMModule):
         def __init__(self) -> None:
@@ -225,8 +233,15 @@ def test_tied_experts_may_be_packed_under_one_name_alone() -> None:
     layer = Names.of(Layer(3)).fused[0]
     whole = layer.join({name.removeprefix("a."): tensor for name, tensor in tensors.items()})
     model = Two()
-    model.load_weights({**tensors, "b.experts.gate_up_proj": whole})
+
+    def load() -> None:
+        packed = {"b.experts.gate_up_proj": whole}
+        model.load_weights({**packed, **tensors} if packed_first else {**tensors, **packed})
+
+    load()
     assert torch.equal(model.b.experts.w13.weight, whole)
-    whole[2, 1, 3] += 1
-    with pytest.raises(DuplicateWeightError, match="their values differ"):
-        model.load_weights({**tensors, "b.experts.gate_up_proj": whole})
+    for expert, row, column in ((0, 0, 0), (1, 11, 3), (2, 1, 3), (2, 11, 0)):
+        whole[expert, row, column] += 1
+        with pytest.raises(DuplicateWeightError, match="their values differ"):
+            load()
+        whole[expert, row, column] -= 1

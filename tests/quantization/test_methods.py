@@ -35,9 +35,12 @@ from vllm_module.quantization import (
     rules_for,
 )
 from vllm_module.quantization import rows as rows_module
+from vllm_module.quantization.bitsandbytes import BitsAndBytes8BitMethod
 from vllm_module.quantization.mxfp4 import MXFP4PackedMethod
 from vllm_module.quantization.nvfp4 import MODELOPT, NVFP4Method
 from vllm_module.quantization.online_nf4 import OnlineNF4Method
+from vllm_module.quantization.packed import AWQ, PackedMethod
+from vllm_module.quantization.packed_online import OnlinePackedMethod
 from vllm_module.testing import LAWS, random_weights
 from vllm_module.testing.checkpoints import made_up_weights
 
@@ -227,6 +230,38 @@ def test_values_of_codes_are_float32_whatever_the_default_dtype_is(method: Quant
     wide = method.full_precision(layer, torch.float32)
     torch.testing.assert_close(y.float(), x.float() @ wide.T, rtol=2**-6, atol=2**-6)
     assert layer.codebook.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *METHODS,
+        BitsAndBytes8BitMethod(),
+        MXFP4PackedMethod(),
+        NVFP4Method(MODELOPT, static_inputs=True),
+        OnlineNF4Method(),
+        OnlinePackedMethod(group_size=32),
+        PackedMethod(AWQ, 4, 32, symmetric=False),
+    ],
+    ids=str,
+)
+def test_a_weight_is_rounded_once_to_the_dtype_that_is_asked_for(
+    method: QuantizeMethod, dtype: torch.dtype | None
+) -> None:
+    """It is the layer's unless given; float32 is what an identity matrix is multiplied by."""
+    layer = RowParallelLinear(64, 8, bias=False, params_dtype=torch.bfloat16)
+    layer.quantize(method)
+    layer.load_weights(made_up_weights(layer))
+    wide = method.full_precision(layer, torch.float32)
+    found = method.full_precision(layer, dtype)
+    assert wide.dtype == torch.float32
+    assert found.dtype == (dtype or torch.bfloat16)
+    assert torch.equal(found, wide.to(found.dtype))
+    if not isinstance(method, (UnquantizedMethod, MXFP4PackedMethod)):
+        assert not torch.equal(wide, wide.bfloat16().float())  # or this would see no rounding
+        product = method.apply(layer, torch.eye(64), None)
+        torch.testing.assert_close(product.T, wide, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("given", ["", "k", "v", "kv"])

@@ -13,7 +13,7 @@ import transformers
 from jinja2 import Environment
 
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.text.chat import ChatTemplate, template_of, template_text
+from vllm_module.runtime.text.chat import _END, ChatTemplate, template_of, template_text
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.runtime.text.tokenizer import Tokenizer
 
@@ -298,6 +298,34 @@ def test_the_last_message_is_continued(
     assert formatter.render(message, False, continue_final_message=True) == prompt
     with pytest.raises(ValueError, match="give add_generation_prompt=False"):
         formatter.render(message, continue_final_message=True)
+
+
+MARKED = [
+    "",
+    "Hi ",
+    _END,
+    f"{_END} ",
+    f"{_END} now",
+    f"a {_END}",
+    f"{_END} {_END}",
+    f"{_END}{_END}",
+]
+
+
+@pytest.mark.parametrize("last", MARKED)
+@pytest.mark.parametrize("first", MARKED)
+@pytest.mark.parametrize("trims", [False, True])
+def test_texts_may_have_the_mark_of_the_end(
+    process: TemplateProcess, trims: bool, first: str, last: str
+) -> None:
+    """Where the last message ends does not depend on what any message says."""
+    content = "m.content | trim" if trims else "m.content"
+    template = "{% for m in messages %}[{{ " + content + " }}]{% endfor %}<end>"
+    formatter = ChatTemplate(Path("folder"), template, process)
+    messages = [{"role": "user", "content": first}, {"role": "assistant", "content": last}]
+    written = [text.strip() if trims else text for text in (first, last)]
+    prompt = formatter.render(messages, False, continue_final_message=True)
+    assert prompt == f"[{written[0]}][{written[1]}"
 
 
 NAMES = [[], ["tool_use"], ["default", "tool_use"], ["tool_use", "default", "short"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,18 @@ def test_tokens_have_the_version_of_their_weights(folder: Path, llm: LLM) -> Non
     llm.reload_weights()
     assert llm.weight_version == "1"
     llm.engine.weight_version = "0"
+
+
+def test_an_output_that_was_taken_stays_as_it_was(llm: LLM) -> None:
+    """Later tokens, logprobs, versions and times are in later outputs alone."""
+    params = copy.copy(TEN)
+    params.logprobs = params.prompt_logprobs = 1
+    taken = []
+    for number, output in enumerate(llm.stream([1, 2, 3], params)):
+        taken.append((output, copy.deepcopy(output)))
+        if number % 3 == 1:
+            llm.update_weights({"model.norm.weight": torch.ones(16)})
+    assert len(taken) == 10
+    assert len(output.outputs[0].weight_versions) == 4
+    for output, then in taken:
+        assert output == then

@@ -7,6 +7,7 @@ import os
 import time
 from random import Random
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import assume, example, given
@@ -237,13 +238,13 @@ SCHEMAS = st.recursive(
 )
 
 
-def value_read(name: str, text: str, schema: Any) -> Any:
+def value_read(name: str, text: str, schema: Any, named: Any = NAMED) -> Any:
     """Return what a format that writes values as text has read for a parameter of this schema."""
     around = {
         "qwen3_coder": "<tool_call><function=f><parameter=x>{}</parameter></function></tool_call>",
         "glm": "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>",
     }
-    parameters = {"properties": {"x": schema}, "$defs": NAMED, "definitions": NAMED}
+    parameters = {"properties": {"x": schema}, "$defs": named, "definitions": named}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     _, _, (call,) = parsed([around[name].replace("{}", text)], name, tools=tools)
     return json.loads(call.arguments)["x"]
@@ -290,6 +291,35 @@ def test_types_of_values(text: str, schema: Any, value: Any) -> None:
     for name in ("qwen3_coder", "glm"):
         read = value_read(name, text, schema)
         assert (type(read), read) == (type(value), value)
+
+
+@pytest.mark.parametrize("other", [{}, *({"type": each} for each in TYPES)])
+@pytest.mark.parametrize("constant", [None, False, True, 0, 1, -2.5, "", "x", "null", "5"])
+def test_a_constant_is_an_enumeration_of_one(constant: Any, other: dict[str, Any]) -> None:
+    """``const`` and ``enum`` of any one value read any text alike, beside any other type."""
+    texts = ("", "x", "5", "0", "1", "null", "NULL", "true", "False", "-2.5")
+    one, many = ({"anyOf": [each, other]} for each in ({"const": constant}, {"enum": [constant]}))
+    for text in texts:
+        read, expected = (value_read("glm", text, schema) for schema in (one, many))
+        assert (type(read), read) == (type(expected), expected), text
+
+
+@given(st.lists(st.text("~/01%2Fé ", max_size=5), min_size=1, max_size=3))
+@example(["~1"])
+@example(["~01"])
+@example(["/", "~1"])
+@example(["%2F", "~0"])
+def test_references_are_json_pointers(names: list[str]) -> None:
+    """Whatever a schema is called, at any depth, it is the one that JSON Schema's own finds."""
+    schema: Any = {"type": "string"}
+    for each in reversed(names):
+        schema = {each: schema}
+    # RFC 6901, sections 3 and 6.
+    escaped = [each.replace("~", "~0").replace("/", "~1") for each in names]
+    reference = {"$ref": "#/$defs/" + "/".join(map(quote, escaped))}
+    assert Draft202012Validator({**reference, "$defs": schema}).is_valid("5")
+    assert not Draft202012Validator({**reference, "$defs": schema}).is_valid(5)
+    assert value_read("qwen3_coder", "5", reference, schema) == "5"
 
 
 def test_reasoning_is_apart_from_content() -> None:

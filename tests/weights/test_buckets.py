@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -290,4 +289,5 @@ def test_a_rank_that_is_killed_or_interrupted_holds_up_nobody(
     for note in notes:
         assert (note["raised"], note["cause"]) == ("RankError", "RuntimeError")
         assert "lost touch with the others" in note["message"]
-        assert re.search(r"sent, after \S*\w\S*: ", note["message"])
+        # All ranks have the first bucket, of three tensors, and none has the second.
+        assert f"sent, after {list(PAIRS)[2]}: " in note["message"]

@@ -341,6 +341,19 @@ def test_pauses_double_up_to_eight_seconds_and_end_after_a_minute(
     assert max(pauses) > 4
 
 
+@pytest.mark.parametrize("patience", [0.0, 0.01, 0.3, 1.0, 20.0])
+def test_a_request_is_tried_again_for_as_long_as_was_asked(
+    monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """It counts from the first try, and 0 asks for one try; another pause would end after it."""
+    store, pauses = store_of(monkeypatch, Failing(*[BusyError("busy") for _ in range(99)]))
+    store.patience = patience
+    with pytest.raises(WeightReadError, match=r"in \d+ tr(y|ies): busy"):
+        store.read("f", 0, memoryview(bytearray(10)))
+    assert sum(pauses) <= patience
+    assert sum(pauses) + min(0.1 * 2 ** len(pauses), 8.0) > patience
+
+
 @pytest.mark.parametrize(("after", "tries"), [(59.0, 2), (60.0, 2), (61.0, 1)])
 def test_what_a_server_asks_for_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, after: float, tries: int

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights import open_checkpoint
+from vllm_module.weights.header import DTYPES
 
 BASE = torch.arange(24.0).reshape(4, 6)
 STATE = {
@@ -65,6 +66,23 @@ def test_tensors_are_read_whole_and_by_slice(folder: Path) -> None:
                     length = min(2, size - start)
                     part = tensor.narrow(dim, start, length)
                     assert same(handle.narrow(dim, start, length).read(), part), (name, dim, start)
+
+
+@pytest.mark.parametrize("name", [dtype.name for dtype in DTYPES.values()])
+@pytest.mark.parametrize("kind", ["plain", "trained", "parameter"])
+def test_tensors_of_any_dtype_may_be_trained(kind: str, name: str, tmp_path: Path) -> None:
+    """A tensor that torch can train is read as one that it cannot, by itself and in a Parameter."""
+    tensor = torch.randint(2, (3, 16), dtype=torch.uint8).view(getattr(torch, name))
+    can_be_trained = tensor.is_floating_point() or tensor.is_complex()
+    if kind == "parameter":
+        tensor = torch.nn.Parameter(tensor, requires_grad=can_be_trained)
+    elif kind == "trained" and can_be_trained:
+        tensor.requires_grad_()
+    (tmp_path / "m.bin").write_bytes(saved({"a": tensor}))
+    with open_checkpoint(tmp_path / "m.bin") as checkpoint:
+        handle = checkpoint["a"]
+        assert (handle.shape, handle.dtype) == (tensor.shape, tensor.dtype)
+        assert same(handle.read(), tensor)
 
 
 def test_a_slice_reads_no_more_than_itself(folder: Path) -> None:
