@@ -56,10 +56,17 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def demand_free(out: Path) -> None:
-    """Raise ``FolderExistsError`` if ``out`` is no empty folder, or below what is no folder."""
+    """Raise ``FolderExistsError`` if ``out`` is no empty folder, or below what is no folder.
+
+    An empty folder that a disk is mounted at is refused, too.
+    """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise FolderExistsError(
             f"{printable(out)} exists and is no empty folder: name another one, or remove it first"
+        )
+    if out.exists() and os.path.ismount(out):  # nothing can be renamed to it
+        raise FolderExistsError(
+            f"{printable(out)} is where a disk or a volume is mounted: name a folder in it"
         )
     above = next(each for each in Path(os.path.abspath(out)).parents if os.path.lexists(each))
     if not above.is_dir():
