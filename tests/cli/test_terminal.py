@@ -125,7 +125,10 @@ def test_a_signal_in_the_middle_of_a_command(
     assert signalled(action, "vllm_module.weights.checkpoint", "inspect", str(folder)) == expected
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGHUP, -1)]
+
+
+@pytest.mark.parametrize(("sent", "code"), ENDS)
 def test_a_signal_leaves_no_temporary_folder(sent: signal.Signals, code: int) -> None:
     """What a command wrote for a URL is removed, however the command is ended."""
     program = """
@@ -147,6 +150,36 @@ sys.exit(entry.main())
     )
     assert done.returncode == code
     assert not Path(done.stdout.strip()).exists()
+
+
+@pytest.mark.parametrize(("sent", "code"), ENDS)
+def test_a_signal_leaves_nothing_of_a_folder_that_is_written(
+    folder: Path, tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    """Where shard had written a part of it under another name, there are no files afterwards."""
+    program = """
+import os, sys
+from pathlib import Path
+from vllm_module.cli import entry
+from vllm_module.weights.safetensors_writer import SafetensorsWriter
+def write(self, name, tensor):
+    print([path.name for path in Path(out).parent.rglob("*.safetensors")], flush=True)
+    os.kill(os.getpid(), int(sent))
+SafetensorsWriter.write = write
+sent, folder, out = sys.argv[1:]
+sys.argv[1:] = "shard", folder, "--out", out
+sys.exit(entry.main())
+"""
+    (tmp_path / "there").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(int(sent)), folder, tmp_path / "there" / "out"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "['model-rank-0-part-0.safetensors']\n"
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 @pytest.mark.parametrize("moment", ["vllm_module.cli.app", "typer", "torch.nn"])

@@ -26,6 +26,7 @@ COPIED = (
     "sentence_bert_config.json",
     "1_Pooling/config.json",
     "modeling_own.py",
+    "qwen.tiktoken",
 )
 # Written anew, or of the weights that are not copied.
 LEFT_OUT = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,37 @@ def test_a_link_is_refused_before_anything_is_written(tmp_path: Path, target: st
     with pytest.raises(FolderExistsError, match="out exists"), new_folder(out):
         pytest.fail("the work began")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "out"]
+
+
+MOUNTED = """
+import sys
+from pathlib import Path
+from vllm_module.export.folder import new_folder
+with new_folder(Path(sys.argv[1])):
+    sys.exit("the work began")
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or bool(subprocess.run(["unshare", "-rm", "true"]).returncode),
+    reason="this user may not mount anything, not even in a namespace of its own",
+)
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """No folder can be renamed to it, as the system says; one in it is written."""
+    (tmp_path / "out").mkdir()
+    mount, made = f"mount -t tmpfs none {tmp_path}/out", tmp_path / "made"
+    made.mkdir()
+
+    def run(command: str) -> str:
+        line = ["unshare", "-rm", "sh", "-c", f"{mount} && {command}"]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+        return done.stderr.strip()
+
+    assert "busy" in run(f"mv -T {made} {tmp_path}/out")
+    program = f"{sys.executable} -c '{MOUNTED}' {tmp_path}/out"
+    assert "FolderExistsError" in (text := run(program))
+    assert text.endswith("out is where a disk or a volume is mounted: name a folder in it")
+    assert run(f"{program}/sub") == "the work began"
 
 
 @pytest.mark.parametrize("below", ["sub", "sub/deep"])

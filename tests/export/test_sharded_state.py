@@ -51,6 +51,7 @@ from vllm_module.weights.checkpoint import Checkpoint
 from vllm_module.weights.sharded_state import Manifest, cutting_entries
 
 BLOCKS = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(8, 8))
+INT4 = QuantizationConfig(scheme="int4_per_group", group_size=8)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tied, 1 rank": ("gemma2", 1, {}),
     "tied, 4 ranks, fewer heads, padding": ("qwen2", 4, {}),
@@ -60,6 +61,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts cut": ("qwen3-moe", 2, {"quantization": "fp8"}),
     "experts spread": ("qwen3-moe", 4, {"enable_expert_parallel": True}),
     "latent attention": ("deepseek-v3", 2, {"quantization": "fp8"}),
+    "padding between rows that alternate": ("gpt-oss", 2, {"quantization": "fp8_per_channel"}),
+    "padding between rows of four bits": ("gpt-oss", 2, {"quantization": INT4}),
     "stored otherwise than held": ("gpt2", 2, {"quantization": "fp8_per_channel"}),
 }
 
@@ -138,6 +141,22 @@ def test_each_rank_gets_the_bits_of_an_ordinary_load(
         with torch.no_grad():
             positions = torch.arange(len(ids))
             assert torch.equal(held(ids, positions), original(ids, positions))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "padding between" in case])
+def test_what_no_tensor_fills_is_zero(written: Callable[[str], Written], case: str) -> None:
+    """Of 96 features in blocks of 32, the second rank has one of gate and one of up.
+
+    Each has room for two. As safetensors reads them, codes and scales of what is there are not 0.
+    """
+    names = []
+    for path in written(case).folder.glob("model-rank-1-part-*.safetensors"):
+        for name, tensor in load_file(path).items():
+            if ".w13.weight" in name:
+                rows = tensor.float().unflatten(1, (4, 32))
+                assert rows.any(-1).any(-1).any(0).tolist() == [True, False, True, False], name
+                names.append(name)
+    assert {name.rpartition(".")[2] for name in names} == {"weight", "weight_scale"}
 
 
 def test_files_hold_what_a_rank_holds_and_tied_tensors_once(

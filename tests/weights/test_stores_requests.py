@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
@@ -220,6 +221,23 @@ def test_a_body_that_ends_early_is_asked_for_again(server: Any, client: HttpClie
     with pytest.raises(BusyError, match=r"9 of 10 bytes|IncompleteRead"):
         ask(client)
     with pytest.raises(BusyError, match="9 of 100 bytes"):
+        client.fetch("f", 1000)
+
+
+@pytest.mark.parametrize("keep", [9, None])
+def test_a_whole_file_whose_end_is_not_told_is_refused(
+    server: Any, client: HttpClient, keep: int | None
+) -> None:
+    """It would end where the connection breaks (RFC 9112, section 8): urllib takes what came."""
+
+    def answer(handler: Any) -> None:
+        handler.close_connection = True
+        handler.serve(200, keep=keep, Content_Length="", Connection="close")
+
+    answering(server, answer)
+    with urllib.request.urlopen(f"{server.url}/f") as opened:
+        assert opened.read() == DATA[:keep]
+    with pytest.raises(RefusedError, match="where its answer ends"):
         client.fetch("f", 1000)
 
 

@@ -48,7 +48,7 @@ def test_weights_configuration_and_tokenizer_are_downloaded(tmp_path: Path, monk
     assert resolve("owner/name", "v1") == tmp_path
     assert (asked["repo_id"], asked["revision"]) == ("owner/name", "v1")
     names = ["config.json", "m.safetensors", "tokenizer.json", "tokenizer.model", "merges.txt"]
-    names += ["modules.json", "1_Pooling/config.json"]
+    names += ["modules.json", "1_Pooling/config.json", "qwen.tiktoken"]
     unwanted = ["m.bin", "consolidated.safetensors", "original/m.safetensors", "m.gguf"]
     unwanted += ["onnx/config.json", "training/m.safetensors"]
     patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}

@@ -44,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
             sys.unraisablehook = _on_unraisable
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _terminate)
+        for ends in (signal.SIGTERM, signal.SIGHUP):  # nohup has the second one ignored
+            if signal.getsignal(ends) is signal.SIG_DFL:
+                signal.signal(ends, _terminate)
         code = _run(sys.argv[1:])
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is printed, so it is too late
         signal.setitimer(signal.ITIMER_REAL, 0)  # chat ends at Ctrl-C with success
@@ -114,11 +115,11 @@ def _end_at_once(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-def _terminate(*_: object) -> None:
-    """End as SIGTERM does, without the folders for temporary files."""
+def _terminate(number: int, _: object) -> None:
+    """End as the signal does, without the folders for temporary files."""
     _remove_folders()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _remove_folders() -> None:

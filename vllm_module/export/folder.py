@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from vllm_module.base.messages import printable
 from vllm_module.weights import read_file
 from vllm_module.weights.digests import DIGESTS
 from vllm_module.weights.hub import CODE, SMALL_FILES, TEMPLATES
+from vllm_module.weights.written_folder import removed
 
 _POOLING = "1_Pooling/config.json"  # file of sentence-transformers
 # Files that are written anew, or would be wrong.
@@ -31,14 +31,15 @@ class FolderExistsError(ValueError, FileExistsError):
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``out``, which is renamed to ``out`` if the block succeeds.
 
-    If the block fails, the temporary folder is removed. Raises ``FolderExistsError`` if ``out``
-    exists and is no empty folder, before the block or after it, or is below what is no folder.
+    If the block fails, or a signal ends the command, the temporary folder is removed. Raises
+    ``FolderExistsError`` if ``out`` exists and is no empty folder, before the block or after it, or
+    is below what is no folder.
     """
     demand_free(out)
     out = Path(os.path.abspath(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with removed(temporary):  # after the rename there is nothing to remove
         yield temporary
         mask = os.umask(0)
         os.umask(mask)
@@ -52,15 +53,20 @@ def new_folder(out: Path) -> Iterator[Path]:
                     "folder any more: name another one, or remove it and start again"
                 ) from error
             raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is nothing to remove
 
 
 def demand_free(out: Path) -> None:
-    """Raise ``FolderExistsError`` if ``out`` is no empty folder, or below what is no folder."""
+    """Raise ``FolderExistsError`` if ``out`` is no empty folder, or below what is no folder.
+
+    An empty folder that a disk is mounted at is refused, too.
+    """
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise FolderExistsError(
             f"{printable(out)} exists and is no empty folder: name another one, or remove it first"
+        )
+    if out.exists() and os.path.ismount(out):  # nothing can be renamed to it
+        raise FolderExistsError(
+            f"{printable(out)} is where a disk or a volume is mounted: name a folder in it"
         )
     above = next(each for each in Path(os.path.abspath(out)).parents if os.path.lexists(each))
     if not above.is_dir():

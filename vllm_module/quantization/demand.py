@@ -53,12 +53,3 @@ def _first_invalid(
         if not bool((mask := valid(found)).all()):
             return found[~mask][0].item()
     return None
-
-
-def demand_finite_weight(scales: nn.Parameter) -> None:
-    """Raise ``WeightReadError`` if a weight that was quantized while it was read was not finite.
-
-    Its scales are not finite then.
-    """
-    rule = "must be finite to be quantized: train or convert it again"
-    demand(scales, torch.isfinite, "weight", rule)

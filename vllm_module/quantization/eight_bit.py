@@ -18,9 +18,9 @@ from vllm_module.parameters import (
     ColumnvLLMParameter,
     PerTensorScaleParameter,
 )
-from vllm_module.quantization.demand import demand, demand_finite_weight
+from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer, QuantizeMethod, StoredTensor
-from vllm_module.quantization.online import QuantizeOnline
+from vllm_module.quantization.online import QuantizeOnline, finish_online
 from vllm_module.quantization.rows import ExpertRows, QuantizedRows, RowScheme, rows_at
 from vllm_module.quantization.scheme import Scheme
 
@@ -82,7 +82,7 @@ class EightBitMethod(QuantizeMethod):
         """Raise ``WeightReadError`` for scales and weights that nothing can be multiplied by."""
         scale = getattr(layer, self.scheme.scale_name)
         if self.scheme.online:
-            demand_finite_weight(scale)
+            finish_online(layer, self.scheme.scale_name)
             return
         advice = "quantize the checkpoint again"
         # INT8 has one more negative number than positive ones: AutoRound turns channels around.

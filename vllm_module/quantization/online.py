@@ -11,6 +11,7 @@ import torch
 
 from vllm_module.kernels.rows.quantize import quantize
 from vllm_module.parameters import BasevLLMParameter, Piece, StoredOrder
+from vllm_module.quantization.demand import demand
 from vllm_module.quantization.method import QuantizableLayer
 from vllm_module.quantization.scheme import Scheme
 from vllm_module.weights import Destination, Weight, read_into
@@ -50,6 +51,20 @@ def in_full_precision(
         weight = read
     weight = weight.to(device)
     return weight if order is None else order.restore(weight)
+
+
+def finish_online(layer: QuantizableLayer, scale_name: str) -> None:
+    """Zero the padding of a weight that was quantized while it was read, and of its scales.
+
+    Where rows are put in order, padding between them is quantized with them, to codes and scales
+    that are not zero. Raises ``WeightReadError`` if the weight was not finite: its scales are not
+    finite then.
+    """
+    scale = layer.typed_parameter(scale_name, BasevLLMParameter)
+    rule = "must be finite to be quantized: train or convert it again"
+    demand(scale, torch.isfinite, "weight", rule)
+    layer.weight.zero_padding()
+    scale.zero_padding()
 
 
 def in_parts(source: Weight, block: int = 1) -> Iterator[tuple[int, Weight]]:

@@ -10,9 +10,8 @@ import torch
 from vllm_module.kernels.rows.quantize_nf4 import NF4, quantize_nf4
 from vllm_module.parameters import BasevLLMParameter, PackedModelWeightParameter
 from vllm_module.quantization.codebook import AbsmaxMethod
-from vllm_module.quantization.demand import demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, StoredTensor
-from vllm_module.quantization.online import QuantizeGroups
+from vllm_module.quantization.online import QuantizeGroups, finish_online
 
 
 class OnlineNF4Method(AbsmaxMethod):
@@ -42,7 +41,7 @@ class OnlineNF4Method(AbsmaxMethod):
         return {"weight": StoredTensor(conversion=convert)}
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        demand_finite_weight(layer.get_parameter("absmax"))
+        finish_online(layer, "absmax")
 
     def compute_buffers(self, layer: QuantizableLayer) -> Mapping[str, torch.Tensor]:
         return {"codebook": torch.tensor(NF4, dtype=torch.float32, device=layer.weight.device)}

@@ -15,9 +15,8 @@ from vllm_module.parameters import (
     GroupQuantScaleParameter,
     PackedModelWeightParameter,
 )
-from vllm_module.quantization.demand import demand_finite_weight
 from vllm_module.quantization.method import QuantizableLayer, StoredTensor
-from vllm_module.quantization.online import QuantizeGroups
+from vllm_module.quantization.online import QuantizeGroups, finish_online
 from vllm_module.quantization.packed import PackedFormat, PackedMethod
 from vllm_module.quantization.rows import rows_at
 
@@ -76,7 +75,7 @@ class OnlinePackedMethod(PackedMethod):
         return embedded.view(*ids.shape, -1)
 
     def process_weights_after_loading(self, layer: QuantizableLayer) -> None:
-        demand_finite_weight(layer.get_parameter("weight_scale"))
+        finish_online(layer, "weight_scale")
 
 
 def scales_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,8 @@ from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 # without Mistral's consolidated file (the same weights again) and without subfolders (the weights
 # in other formats). The exceptions are 1_Pooling, where sentence-transformers has a small file, and
 # additional_chat_templates; so a subfolder's name may end in "g" or "ates".
-SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+# The vocabulary of the first Qwen is qwen.tiktoken.
+SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 TEMPLATES = "additional_chat_templates/*.jinja"
 CODE = "*.py"  # downloaded only if the user trusts the code
 

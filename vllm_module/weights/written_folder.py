@@ -51,6 +51,16 @@ def new_folder(what: str, owner: object = None) -> Path:
     return folder
 
 
+@contextmanager
+def removed(folder: Path) -> Iterator[None]:
+    """Remove ``folder`` at the end of the block, or by :func:`remove_all` inside of it."""
+    _folders[folder] = os.getpid()
+    try:
+        yield
+    finally:
+        _remove(folder)
+
+
 def remove_all() -> None:
     """Remove every such folder; call it before this process ends without cleanup."""
     for folder in list(_folders):

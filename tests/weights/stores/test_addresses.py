@@ -146,6 +146,18 @@ def test_the_hub_is_read_by_ranges(hub: Any, local: Any, status: int) -> None:
     assert asked < 40 < len(hub.requests)  # one for each range would be more
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_nothing_is_asked_of_the_hub_where_it_is_offline(
+    hub: Any, monkeypatch: pytest.MonkeyPatch, lists: bool
+) -> None:
+    """By HF_HUB_OFFLINE, as huggingface_hub reads it. Without an index, the files are listed."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    if lists:
+        (Path(huggingface_hub.snapshot_download()) / "model.safetensors.index.json").unlink()
+    assert "HF_HUB_OFFLINE is set" in refused("hf://owner/name")
+    assert hub.requests == []
+
+
 def test_netrc_is_sent_to_its_host(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,26 @@ def test_a_file_that_is_listed_and_forbidden_is_named(server: Any, name: str) ->
         find_source("s3://bucket/folder")
 
 
+@pytest.mark.parametrize(
+    "name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"]
+)
+def test_what_says_how_weights_are_quantized_is_fetched(server: Any, kind: Any, name: str) -> None:
+    """ModelOpt, AutoGPTQ and AutoAWQ write it beside config.json; a web server lists no files."""
+    text = b'{"bits": 4, "group_size": 32}'
+
+    def fault(handler: Any) -> bool:
+        if LIST in handler.path:
+            list_names(handler, ["config.json", name])
+        elif handler.path.endswith(f"/{name}"):
+            handler.answer(200, text)
+        else:
+            return False
+        return True
+
+    source = find_source(kind(server, fault))
+    assert (source.folder / name).read_bytes() == text
+
+
 def test_small_files_have_a_limit(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many of them, and too many bytes of them, are refused, and so is a full disk."""
     s3(server)

@@ -118,12 +118,12 @@ def test_a_request_ends_however_slowly_its_answer_comes(
 def test_a_file_that_is_cut_off_by_the_deadline_is_not_whole(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file whose length is not told ends with its connection, but not with its deadline."""
+    """A file in chunks ends with the last of them, and not with its deadline."""
     monkeypatch.setattr(http_connection, "_REQUEST_SECONDS", 0.05)
     done = threading.Event()
 
     def fault(handler: Any) -> bool:
-        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n")
         done.wait(5)
         return True
 

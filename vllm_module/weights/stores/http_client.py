@@ -42,6 +42,10 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _READ_BYTES = 1 << 20  # of a file that is fetched whole, at once
+_NO_END = (
+    "the server does not say where its answer ends: expected headers with one Content-Length, or "
+    "Transfer-Encoding chunked"
+)
 _SHORT_BODY = 16 << 10  # of an error, which is read rather than the connection given up
 
 
@@ -94,6 +98,8 @@ class HttpClient:
                 self._refuse_status(answer)
             self._check_content(answer)
             expected = answer.length  # None if the body comes in chunks
+            if expected is None and not answer.chunked:
+                raise RefusedError(f"{_NO_END}: a connection that breaks would cut the file off")
             data = bytearray()
             while chunk := answer.read(min(_READ_BYTES, most + 1 - len(data))):
                 data += chunk
@@ -301,10 +307,7 @@ class HttpClient:
         encodings = [each.strip().lower() for each in headers.get_all("Transfer-Encoding", ())]
         plain = all(each.isascii() and each.isdecimal() for each in lengths)
         if headers.defects or len(lengths) > 1 or not plain or encodings not in ([], ["chunked"]):
-            raise RefusedError(
-                "the server does not say where its answer ends: expected headers with one "
-                "Content-Length, or Transfer-Encoding chunked; check the server and the proxy"
-            )
+            raise RefusedError(f"{_NO_END}; check the server and the proxy")
 
 
 def web_client(place: Place, replica_token: str | None = None) -> HttpClient:

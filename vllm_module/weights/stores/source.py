@@ -52,7 +52,8 @@ _SMALL_NAMES = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", _POOLING,
-    "digests.json", *_TEMPLATES,
+    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "digests.json",
+    *_TEMPLATES,
 )  # fmt: skip
 # Of the small files together. A checkpoint has some twenty, of less than 100 MB.
 _MOST_FILES = 1000
