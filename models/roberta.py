@@ -22,12 +22,22 @@ class RobertaConfig(BertConfig):
 class RobertaEmbeddings(BertEmbeddings):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.first_position = config.pad_token_id + 1
+        self.pad_token_id = config.pad_token_id
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, token_type_ids: torch.Tensor
     ) -> torch.Tensor:
-        return super().forward(input_ids, positions + self.first_position, token_type_ids)
+        """Embed tokens. As in transformers, padding tokens of a text are not counted as positions.
+
+        Each padding token has the position of padding, wherever it is.
+        """
+        is_padding = input_ids == self.pad_token_id
+        padding = is_padding.cumsum(0)
+        first = (torch.arange(len(positions), device=positions.device) - positions).clamp(min=0)
+        before = padding[first] - is_padding[first].long()  # of other sequences
+        counted = positions + 1 - (padding - before)
+        stored = self.pad_token_id + counted.masked_fill(is_padding, 0)
+        return super().forward(input_ids, stored, token_type_ids)
 
 
 class RobertaModel(BertModel):

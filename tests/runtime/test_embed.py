@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import runpy
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ from vllm_module.runtime.pooling.embedding import EmbeddingInputs
 from vllm_module.runtime.pooling.embedding import embed as embed_batch
 from vllm_module.testing import random_weights, write_checkpoint
 
+SERVING: Any = runpy.run_path(str(Path(__file__).parents[1] / "weights/stores_server.py"))[
+    "serving"
+]
 LONGEST = 24
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 TEXTS = ["the quick fox", "a", "lazy dogs, brown foxe", "the quick fix"]
@@ -319,19 +324,49 @@ def test_what_is_pooled_of_narrow_states_is_not_rounded(dtype: torch.dtype, pool
     torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-7)
 
 
+def write_sentences(folder: Path, target: Path) -> None:
+    """Copy a checkpoint, with the files that sentence-transformers writes."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    types = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")
+    listed = [{"type": f"sentence_transformers.models.{t}", "path": path} for t, path in types]
+    (target / "modules.json").write_text(json.dumps(listed))
+    (target / "1_Pooling").mkdir()
+    (target / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    sentences = {"max_seq_length": 8, "do_lower_case": True}
+    (target / "sentence_bert_config.json").write_text(json.dumps(sentences))
+
+
+@contextmanager
+def served(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield the URL of a folder, on a web server that lists nothing or of an engine."""
+    if how == "web":
+        with SERVING(folder) as server:
+            yield server.url
+        return
+    with LLM(folder, device="cpu") as llm, llm.serve_weights() as weights:
+        monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", weights.token)
+        yield weights.url
+
+
+@pytest.mark.parametrize("how", ["web", "replica"])
+def test_a_checkpoint_on_a_server_is_embedded_alike(
+    folder: Path, theirs: Any, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pooling, length and case are those of its files, too."""
+    write_sentences(folder, tmp_path)
+    with served(tmp_path, how, monkeypatch) as url, LLM(url, device="cpu") as llm:
+        (output,) = embed(llm, "FOX brown", normalize=False, truncate=True)
+        ids = [2, *llm.get_tokenizer().encode("fox br", False), 3]
+        assert output.prompt_token_ids == ids
+        torch.testing.assert_close(vectors([output])[0], hidden(theirs, ids)[0], rtol=0, atol=1e-4)
+
+
 def test_a_checkpoints_pooling_length_and_case_are_used(
     folder: Path, theirs: Any, tmp_path: Path
 ) -> None:
     """The engine embeds as sentence-transformers would, and refuses what it would cut."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    sentences = {"max_seq_length": 8, "do_lower_case": True}
-    types = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")
-    listed = [{"type": f"sentence_transformers.models.{t}", "path": path} for t, path in types]
-    (tmp_path / "modules.json").write_text(json.dumps(listed))
-    (tmp_path / "1_Pooling").mkdir()
+    write_sentences(folder, tmp_path)
     pooling = tmp_path / "1_Pooling/config.json"
-    pooling.write_text('{"pooling_mode_cls_token": true}')
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(sentences))
     with LLM(tmp_path, device="cpu") as llm:
         (output,) = embed(llm, "FOX", normalize=False)
         expected = hidden(theirs, output.prompt_token_ids)[0]

@@ -100,6 +100,17 @@ def test_the_files_of_sentence_transformers_say_how_to_pool(
 
 
 @pytest.mark.parametrize(
+    "kind", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"]
+)
+def test_the_file_of_a_text_has_the_names_of_all_versions(kind: str, tmp_path: Path) -> None:
+    """These are the names that sentence-transformers looks for; the first one there counts."""
+    write(tmp_path, {f"sentence_{kind}_config.json": {"max_seq_length": 8, "do_lower_case": True}})
+    assert SentenceConfig.read(tmp_path) == SentenceConfig(max_length=8, lower_case=True)
+    write(tmp_path, {"sentence_bert_config.json": {"max_seq_length": 9}})
+    assert SentenceConfig.read(tmp_path) == SentenceConfig(max_length=9)
+
+
+@pytest.mark.parametrize(
     "files",
     [
         {"modules.json": "{"},

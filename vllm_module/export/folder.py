@@ -15,10 +15,9 @@ from typing import Any
 from vllm_module.base.messages import printable
 from vllm_module.weights import read_file
 from vllm_module.weights.digests import DIGESTS
-from vllm_module.weights.hub import CODE, SMALL_FILES, TEMPLATES
+from vllm_module.weights.hub import CODE, POOLING, SMALL_FILES, TEMPLATES
 from vllm_module.weights.written_folder import removed
 
-_POOLING = "1_Pooling/config.json"  # file of sentence-transformers
 # Files that are written anew, or would be wrong.
 _OF_THE_WEIGHTS = ("config.json", "sharded_state.json", DIGESTS, "*.index.json")
 
@@ -86,7 +85,7 @@ def copy_small_files(source: Path, target: Path) -> None:
         and not any(fnmatch(name, pattern) for pattern in _OF_THE_WEIGHTS)
     ]
     below = [path.relative_to(source).as_posix() for path in sorted(source.glob(TEMPLATES))]
-    for name in [*wanted, *below, *([_POOLING] if (source / _POOLING).exists() else [])]:
+    for name in [*wanted, *below, *([POOLING] if (source / POOLING).exists() else [])]:
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(read_file(source / name, source))
 

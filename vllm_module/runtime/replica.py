@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from vllm_module.base.messages import describe_error
 from vllm_module.runtime.held_file import PIECE, ServedFile
 from vllm_module.weights.digests import DIGESTS
-from vllm_module.weights.hub import TEMPLATES, is_small
+from vllm_module.weights.hub import POOLING, TEMPLATES, is_small
 from vllm_module.weights.sharded_state import MANIFEST
 
 _log = logging.getLogger(__name__)
@@ -173,10 +173,10 @@ class WeightServer:
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return config.json and the tokenizer's files."""
+    """Return config.json, the tokenizer's files, and those of sentence-transformers."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted((*folder.iterdir(), *folder.glob(TEMPLATES)))
+        for path in sorted((*folder.iterdir(), *folder.glob(TEMPLATES), folder / POOLING))
         if is_small(path.name) and path.is_file() and not path.name.endswith(_OF_FILES)
     }
 

@@ -21,6 +21,13 @@ from vllm_module.weights.formats import FORMATS, Files, Unit, formats_of
 # The vocabulary of the first Qwen is qwen.tiktoken.
 SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 TEMPLATES = "additional_chat_templates/*.jinja"
+POOLING = "1_Pooling/config.json"
+# What sentence-transformers has called its file of a text's length and case, by versions and kinds
+# of models, in the order in which it looks for them.
+SENTENCES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 CODE = "*.py"  # downloaded only if the user trusts the code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import re
 import runpy
 from collections.abc import Callable
@@ -206,6 +207,27 @@ def test_a_key_that_is_no_path_hides_no_file(server: Any, local: Any, key: str) 
     s3(server)
     server.fault = fault
     assert same(state("s3://bucket/folder"), local[0][0])
+
+
+# With what libraries write into them.
+QUANTIZED = {
+    "hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}},
+    "quantize_config.json": {"bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "quant_config.json": {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"},
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_file_beside_config_json_says_how_weights_are_quantized(server: Any, name: str) -> None:
+    """It is asked for where a folder is not listed."""
+
+    def fault(handler: Any) -> bool:
+        if handler.path.endswith(name):
+            handler.answer(200, json.dumps(QUANTIZED[name]).encode())
+        return bool(handler.path.endswith(name))
+
+    found = find_source(web(server, fault))  # which keeps the folder
+    assert json.loads((found.folder / name).read_text()) == QUANTIZED[name]
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "other.json"])

@@ -2,8 +2,8 @@
 
 sentence-transformers writes files beside a model: ``modules.json`` lists the modules that an
 embedding passes through, ``1_Pooling/config.json`` has the pooling of hidden states, and
-``sentence_bert_config.json`` the length of the longest text. config.json has the function from a
-classifier's logits to scores.
+``sentence_bert_config.json`` the length of the longest text; older versions named it after the kind
+of the model. config.json has the function from a classifier's logits to scores.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.runtime.pooling.embedding import Pooling
 from vllm_module.weights import read_file, read_json
+from vllm_module.weights.hub import SENTENCES
 from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.strict_json import parse_object
 
@@ -55,7 +56,7 @@ class SentenceConfig(NamedTuple):
         """
         pooling, problem = _pooling(folder)
         entries: Mapping[str, Any] = {}
-        path = folder / "sentence_bert_config.json"
+        path = folder / next((name for name in SENTENCES if is_there(folder / name)), SENTENCES[0])
         if is_there(path):
             entries = read_json(path, folder)
         most = entries.get("max_seq_length")

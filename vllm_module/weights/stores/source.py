@@ -44,16 +44,15 @@ _MARKERS = tuple(each.marker for each in _UNITS if not each.suffixes)
 # Those of formats whose folder may lack config.json.
 _DESCRIBING = tuple(each.marker for each in _UNITS if each.marker in _MARKERS and each.small_files)
 _CONFIG = "config.json"
-_POOLING = "1_Pooling/config.json"
 # Folders are listed without those below. These are the names that publishers use.
 _TEMPLATES = tuple(hub.TEMPLATES.replace("*", name) for name in ("tool_use", "rag"))
 # Small files that are asked for by name where the folder cannot be listed.
 _SMALL_NAMES = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", _POOLING,
-    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "digests.json",
-    *_TEMPLATES,
+    "merges.txt", "chat_template.jinja", "chat_template.json", "modules.json", hub.POOLING,
+    *hub.SENTENCES, "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+    "digests.json", *_TEMPLATES,
 )  # fmt: skip
 # Of the small files together. A checkpoint has some twenty, of less than 100 MB.
 _MOST_FILES = 1000
@@ -285,7 +284,7 @@ class StoreSource:
                 others = (name for name in listed if name.endswith(".index.json"))
                 names = [name for name in wanted if name not in {*others} - {*self._indexes()}]
                 if "modules.json" in listed:
-                    names.append(_POOLING)
+                    names.append(hub.POOLING)
                 if "chat_template.jinja" in listed:
                     names += [each for each in _TEMPLATES if each not in names]
             rest = [name for name in names if name != _CONFIG]
