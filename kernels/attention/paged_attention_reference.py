@@ -143,9 +143,13 @@ def _attend(
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention of ``query [sequences, kv_heads, group, size]`` to ``keys``."""
+    """Compute attention of ``query [sequences, kv_heads, group, size]`` to ``keys``, in float32.
+
+    So it is computed for a sequence by itself, too.
+    """
     sequences, kv_heads, _, _ = query.shape
-    scores = (query @ keys.transpose(2, 3)).float() * scale
+    dtype, query, keys, values = query.dtype, query.float(), keys.float(), values.float()
+    scores = query @ keys.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if slopes is not None:
@@ -154,11 +158,11 @@ def _attend(
     if sinks is not None:
         sink = sinks.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
         scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., : keys.shape[2]].to(query.dtype)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
     output = weights @ values
     if not bool(output.sum().isfinite()):  # rare: NaN times a weight of zero is NaN
         output = weights @ values.masked_fill(~seen.transpose(2, 3), 0)
-    return output
+    return output.to(dtype)
 
 
 def _read(
