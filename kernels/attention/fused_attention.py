@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-_SCORES_AT_ONCE = 1 << 24  # scores of rows that are computed again at once; 64 MiB
+SCORES_AT_ONCE = 1 << 24  # scores of rows that matrix products compute at once; 64 MiB
 
 
 def fused_attention(
@@ -109,7 +109,7 @@ def _attend(
     if seen is None:
         seen = query.new_ones((), dtype=torch.bool)
     seen = seen.expand(shape)
-    step = max(1, _SCORES_AT_ONCE * shape[-2] // math.prod(shape))
+    step = max(1, SCORES_AT_ONCE * shape[-2] // math.prod(shape))
     keys = keys.float().transpose(-2, -1)
     outputs = []
     for first in range(0, shape[-2], step):

@@ -47,7 +47,8 @@ def mla_attention(
 ) -> torch.Tensor:
     """Compute causal attention from each sequence's new tokens to the latents of all its tokens.
 
-    A token's result depends only on its own sequence, and not on the rest of the batch.
+    A token's result depends only on its own sequence, and not on the rest of the batch. In plain
+    torch on a CPU that holds but for the last digits, which depend on how sequences are batched.
 
     Args:
         query: new tokens of all sequences end to end, ``[tokens, heads, kv_lora_rank + rope]``.

@@ -45,7 +45,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute causal attention from each sequence's new tokens to all of its cached tokens.
 
-    A token's result depends only on its own sequence, and not on the rest of the batch.
+    A token's result depends only on its own sequence, and not on the rest of the batch. In plain
+    torch on a CPU that holds but for the last digits, which depend on how sequences are batched.
 
     Args:
         query: new tokens of all sequences end to end, ``[tokens, heads, head_size]``.

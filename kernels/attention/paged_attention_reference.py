@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_module.kernels.attention.attention_on_pages import attend_on_pages, takes_pages
-from vllm_module.kernels.attention.fused_attention import fused_attention, weigh
+from vllm_module.kernels.attention.fused_attention import SCORES_AT_ONCE, fused_attention, weigh
 from vllm_module.kernels.attention.paged_layout import Alone, PagedLayout, Together
 from vllm_module.kernels.matmul.products import products_in_use
 from vllm_module.kernels.recording import as_one
@@ -143,9 +143,13 @@ def _attend(
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention of ``query [sequences, kv_heads, group, size]`` to ``keys``."""
+    """Compute attention of ``query [sequences, kv_heads, group, size]`` to ``keys``, in float32.
+
+    So it is computed for a sequence by itself, too.
+    """
     sequences, kv_heads, _, _ = query.shape
-    scores = (query @ keys.transpose(2, 3)).float() * scale
+    dtype, query, keys, values = query.dtype, query.float(), keys.float(), values.float()
+    scores = query @ keys.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if slopes is not None:
@@ -154,11 +158,11 @@ def _attend(
     if sinks is not None:
         sink = sinks.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
         scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., : keys.shape[2]].to(query.dtype)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
     output = weights @ values
     if not bool(output.sum().isfinite()):  # rare: NaN times a weight of zero is NaN
         output = weights @ values.masked_fill(~seen.transpose(2, 3), 0)
-    return output
+    return output.to(dtype)
 
 
 def _read(
@@ -245,20 +249,52 @@ def causal_attention(
         keys, values = (x.unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
         whole = new == total and sliding_window is None
         return fused_attention(grouped, keys, values, seen, scale, is_causal=whole).flatten(0, 1)
-    keys = keys.repeat_interleave(group, dim=0)
-    values = values.repeat_interleave(group, dim=0)
-    scores = query.float() @ keys.float().transpose(1, 2) * scale
+    keys, values = (x.float().repeat_interleave(group, dim=0) for x in (keys, values))
+    # A graph has one part: their number depends on lengths.
+    step = max(1, new if compiling else SCORES_AT_ONCE // max(1, query.shape[0] * total))
+    outputs = [
+        _weighed_rows(
+            query[:, first : first + step].float(),
+            keys,
+            values,
+            seen[first : first + step],
+            columns - rows[first : first + step],
+            scale,
+            softcap,
+            alibi_slopes,
+            sinks,
+        )
+        for first in range(0, max(1, new), step)
+    ]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).to(query.dtype)
+
+
+def _weighed_rows(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+    distance: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute attention of ``query [heads, rows, size]`` by matrix products; all are float32.
+
+    Keys and values are ``[heads, tokens, size]``, ``seen`` and ``distance`` ``[rows, tokens]``.
+    """
+    scores = query @ keys.transpose(1, 2) * scale
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if alibi_slopes is not None:
-        scores += alibi_slopes[:, None, None] * (columns - rows)
+        scores += alibi_slopes[:, None, None] * distance
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        sink = sinks.float()[:, None, None].expand(-1, new, 1)
+        sink = sinks.float()[:, None, None].expand(-1, query.shape[1], 1)
         scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., :total]
-    output = weights @ values.float()
-    if not compiling and not bool(output.sum().isfinite()):
-        exact = weigh(weights, values, seen)
-        output = torch.where(output.isfinite(), output, exact)
-    return output.to(query.dtype)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    output = weights @ values
+    if not torch.compiler.is_compiling() and not bool(output.sum().isfinite()):
+        output = torch.where(output.isfinite(), output, weigh(weights, values, seen))
+    return output

@@ -24,6 +24,8 @@ def _key(value: Any, place: Any) -> Any:
     bits = np.float32(value).view(np.int32)
     if value != value:
         bits = np.int32(0x7FFFFFFF)
+    elif value == 0:  # -0 is 0
+        bits = np.int32(0)
     elif bits < 0:
         bits = np.int32(bits ^ np.int32(0x7FFFFFFF))
     return np.int64(np.int64(np.int64(bits) << np.int64(32)) - np.int64(place))

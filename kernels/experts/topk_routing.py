@@ -133,7 +133,7 @@ def _keys(x: torch.Tensor) -> torch.Tensor:
 
     Because all keys differ, their largest ones are the same on every device.
     """
-    bits = x.contiguous().view(torch.int32)
+    bits = (x + 0.0).contiguous().view(torch.int32)  # adding 0 turns -0 to 0
     bits = torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     columns = x.shape[-1]
     return (bits.long() << 32) | torch.arange(columns - 1, -1, -1, device=x.device)
@@ -174,7 +174,7 @@ def topk_routing_triton(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @triton.jit
 def _key(x, index):
     """Return integer keys in the order of ``x``, NaN last; of equals, the first is the largest."""
-    bits = x.to(tl.int32, bitcast=True)
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # adding 0 turns -0 to 0
     bits = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 

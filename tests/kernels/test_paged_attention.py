@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_module.kernels.attention import paged_attention_reference, paged_layout
 from vllm_module.kernels.attention.paged_attention import causal_attention, paged_attention
@@ -213,6 +214,38 @@ def test_causal_attention_is_that_of_one_sequence() -> None:
         output = causal_attention(*heads_first, 0.5, window).transpose(0, 1)
         expected = dense(query, key, value, 0.5, window)
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest float tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 3.0}, {"sinks": torch.arange(6.0) - 3}, {"alibi_slopes": torch.arange(6.0) / 8}],
+    ids=["softcap", "sinks", "alibi"],
+)
+def test_scores_of_a_prompt_are_made_in_parts(window, options, monkeypatch) -> None:
+    """A prompt's scores are never in memory all at once: for long ones that would be gigabytes."""
+    monkeypatch.setattr(paged_attention_reference, "SCORES_AT_ONCE", 6 * 50 * 9)
+    query, (key, value) = torch.randn(40, 6, 2), torch.randn(2, 50, 2, 2)
+    heads_first = [x.transpose(0, 1) for x in (query, key, value)]
+    with Largest() as largest:
+        output = causal_attention(*heads_first, 0.5, window, **options).transpose(0, 1)
+    assert largest.numel <= 6 * 51 * 9  # with a column of sinks
+    expected = dense(query, key, value, 0.5, window, **options)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("keys", [1, 32 * 40, 32 * 70, 32 * 90])

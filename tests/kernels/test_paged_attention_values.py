@@ -179,6 +179,26 @@ def test_scores_of_any_size_do_not_overflow() -> None:
         make_batch(MIXED, 5, scale=500.0, **options).check(paged_attention_triton, 2e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 30.0}, {"sinks": torch.zeros(4)}, {"alibi_slopes": torch.full((4,), 0.1)}],
+    ids=["softcap", "sinks", "alibi"],
+)
+def test_scores_are_not_rounded_before_the_softmax(dtype: torch.dtype, options) -> None:
+    """Several single tokens of 16 bits have the error of rounding the result, and little more.
+
+    Products of queries and keys may exceed float16 where scores do not.
+    """
+    torch.manual_seed(5)
+    lengths = [(context - 1, 1) for context in (40, 9, 40, 33)]
+    batch = make_batch(lengths, 7, head_size=64, scale=1.5, dtype=dtype, **options)
+    large = replace(batch, query=batch.query * 4096, scale=1.5 / 4096)  # the same scores
+    rounding = batch.expected.to(dtype).double() - batch.expected
+    for each in (batch, large):
+        assert (each.run().double() - batch.expected).norm() <= 1.5 * rounding.norm()
+
+
 def test_nan_of_ones_own() -> None:
     """A token that sees NaN gives NaN, although unseen values are zeroed."""
     batch = make_batch([(20, 1), (12, 1)], 7, softcap=30.0)

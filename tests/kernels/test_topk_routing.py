@@ -147,6 +147,15 @@ def test_of_equals_the_lower_number_comes_first(run, biased: bool) -> None:
     assert experts.tolist() == [[0, 1, 2, 3], [2, 7, 0, 1]]
 
 
+@RUNS
+def test_zeros_of_both_signs_are_equal(run) -> None:
+    """-0 is no less than 0, of experts and of groups, as in torch's sort."""
+    logits = torch.tensor([[-0.0, 0.0, -1.0, 0.0], [0.0, -0.0, 0.0, -0.0]])
+    order = logits.sort(descending=True, stable=True).indices.int()
+    assert torch.equal(run(logits, 3, "softmax", True, None, 1, 1, 1.0)[1], order[:, :3])
+    assert torch.equal(run(logits, 2, "softmax", True, None, 4, 2, 1.0)[1], order[:, :2])
+
+
 @pytest.mark.parametrize(
     ("scoring", "groups", "biased"),
     [("softmax", 1, False), ("sigmoid", 1, False), ("softmax", 4, False), ("sigmoid", 4, True)],

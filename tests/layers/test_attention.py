@@ -121,7 +121,7 @@ def test_wrong_slots_and_pages_are_refused_in_inference_mode() -> None:
             layer(q, kv, kv, metadata_of([0], pages, 1).laid_out())
 
 
-@pytest.mark.parametrize("lengths", [[11], [1] * 11, [3, 3, 1, 4], [4, 3, 4]])
+@pytest.mark.parametrize("lengths", [[11], [1] * 11, [3, 3, 1, 4], [4, 3, 4], [0, 3, 0, 0, 8]])
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_an_encoder_attends_to_the_whole_sequence_and_to_no_other(
     lengths: list[int], scale: float | None
@@ -134,6 +134,13 @@ def test_an_encoder_attends_to_the_whole_sequence_and_to_no_other(
     scores = scores.masked_fill(sequence[:, None] != sequence, -torch.inf)
     expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [None, [], [0], [0, 0]])
+def test_an_encoder_of_no_tokens(lengths: list[int] | None) -> None:
+    """Without tokens the output has none, and as many features as usual."""
+    nothing = torch.empty(0, 2, 8)
+    assert EncoderAttention(2, 8)(nothing, nothing, nothing, lengths).shape == (0, 16)
 
 
 def test_without_lengths_an_encoder_has_one_sequence() -> None:

@@ -223,18 +223,19 @@ class EncoderAttention(vLLMModule):
             raise ValueError(
                 f"the lengths add up to {sum(lengths)}, and there are {len(query)} tokens"
             )
-        outputs, begin = [], 0
+        features = self.num_heads * self.head_size
+        outputs, begin = [query.new_empty(0, features)], 0
         for length, equal in groupby(lengths):
             count = len(list(equal))
             part = slice(begin, begin + count * length)
             begin = part.stop
             # [sequences, heads, length, head_size]
             q, k, v = (
-                x[part].reshape(count, length, self.num_heads, -1).transpose(1, 2)
+                x[part].reshape(count, length, self.num_heads, self.head_size).transpose(1, 2)
                 for x in (query, key, value)
             )
             output = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-            outputs.append(output.transpose(1, 2).reshape(count * length, -1))
+            outputs.append(output.transpose(1, 2).reshape(count * length, features))
         return torch.cat(outputs)
 
 
