@@ -305,6 +305,47 @@ def test_a_reload_that_moves_tensors_is_found(streamed: bool) -> None:
         assert_reload_in_place(Moving, streamed, inputs=x)
 
 
+class Remembering(vLLMModule):
+    """A scale by the mean of a weight, as it was when the module first ran."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, device="meta"))
+        self.mean: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mean is None:
+            self.mean = float(self.weight.mean())
+        return x * self.mean
+
+
+def test_what_a_forward_pass_keeps_of_weights_is_found() -> None:
+    """The weights of an update are in place, and outputs are still those of the weights before."""
+    with pytest.raises(AssertionError, match=r"(?s)after an update, output 0 .*in place"):
+        assert_reload_in_place(Remembering, width=4, inputs=x)
+    assert assert_reload_in_place(RMSNorm, 4, inputs=x) > 0
+
+
+class Doubling(vLLMModule):
+    """A scale that is computed of a weight anew, in other memory, after each load."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, device="meta"))
+        self.doubled: torch.Tensor | None = None
+        self.before: list[torch.Tensor | None] = []  # memory that is not given to another tensor
+
+    def process_weights_after_loading(self) -> None:
+        self.before.append(self.doubled)
+        self.doubled = self.weight.detach() * 2
+
+
+def test_an_attribute_that_is_computed_in_other_memory_is_found() -> None:
+    """A captured CUDA graph would read the tensor that a load has replaced."""
+    with pytest.raises(AssertionError, match="doubled moved after a reload"):
+        assert_reload_in_place(Doubling, width=4)
+
+
 class Hoarding(RMSNorm):
     """A norm that keeps the tensors it was given."""
 

@@ -6,7 +6,7 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +18,15 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.errors import ModelNotReadyError
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.testing.case import Case, law, refusal
-from vllm_module.testing.checkpoints import assert_same_state, made_up_weights, same_bits, state
+from vllm_module.testing.checkpoints import (
+    Tensors,
+    assert_same_state,
+    made_up_weights,
+    same_bits,
+    state,
+)
 from vllm_module.testing.names import Names, slot_name, stored_tensors
+from vllm_module.testing.sharding import assert_outputs
 from vllm_module.testing.sources import failing_reads, failing_stream
 
 _CONTAINERS = list, dict, set
@@ -234,13 +241,14 @@ def assert_reload_in_place(case: Case) -> None:
     """Law 9: new weights, all or some, go into the existing memory by the same path.
 
     A reload gives the bits of a first load. An update changes the slots it names and no others.
-    Neither moves a tensor. During a load, the module refuses to run and to be loaded by another
-    thread. After a load that breaks midway, of the module or of a submodule, it refuses to run
-    until a complete load succeeds; an update is not enough.
+    Neither moves a tensor, nor one that a module keeps as an attribute. On one rank, the outputs
+    after both are those of a module that is loaded anew. During a load, the module refuses to run
+    and to be loaded by another thread. After a load that breaks midway, of the module or of a
+    submodule, it refuses to run until a complete load succeeds; an update is not enough.
     """
     module = case.build(case.rank, case.size)
     module.load_weights(case.tensors)
-    memory = {path: tensor.data_ptr() for path, tensor in _tensors(module)}
+    memory = {path: tensor.data_ptr() for path, tensor in _kept(module)}
     other = case.other_tensors()
     updated = case.some(sorted(other), "updated")
     mixed = case.tensors | {name: other[name] for name in updated}
@@ -254,8 +262,9 @@ def assert_reload_in_place(case: Case) -> None:
         fresh = case.build(case.rank, case.size)
         fresh.load_weights(result)
         assert_same_state(state(module), state(fresh), f"on {case.at()} {what}")
-        for path, tensor in _tensors(module):
-            assert tensor.data_ptr() == memory[path], f"{path} moved {what}"
+        for path, tensor in _kept(module):
+            assert tensor.data_ptr() == memory.get(path, tensor.data_ptr()), f"{path} moved {what}"
+    _assert_computes_anew(case, other, updated)
 
     def interrupted() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(case.tensors.items())[:1]
@@ -285,8 +294,45 @@ def assert_reload_in_place(case: Case) -> None:
     refusal(ModelNotReadyError, module.check_ready, f"ready {when}, and an update")
     module.load_weights(case.tensors)
     module.check_ready()
-    for path, tensor in _tensors(module):
-        assert tensor.data_ptr() == memory[path], f"{path} moved after a load that broke"
+    for path, tensor in _kept(module):
+        where = memory.get(path, tensor.data_ptr())
+        assert tensor.data_ptr() == where, f"{path} moved after a load that broke"
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of ``module``, and those that its modules keep as attributes."""
+    yield from _tensors(module)
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def _assert_computes_anew(case: Case, other: Tensors, updated: Sequence[str]) -> None:
+    """Check that an unsharded module that has run computes with what it is given after that.
+
+    It is updated with the tensors ``updated`` of ``other``, and then loaded with all of them.
+    """
+    if case.inputs is None:
+        return
+    module, changed = case.build(), {name: other[name] for name in updated}
+    module.load_weights(case.tensors)
+    case.run(module)
+    for what, call, given, result in (
+        ("an update", module.update_weights, changed, case.tensors | changed),
+        ("a reload", module.load_weights, other, other),
+    ):
+        call(given)
+        fresh = case.build()
+        fresh.load_weights(result)
+        try:
+            assert_outputs(case.run(module), case.run(fresh), f"after {what}, output")
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error}\nThe unsharded module is one that is loaded anew. A forward pass must "
+                "not keep what it computes of weights: process_weights_after_loading computes it, "
+                "in place."
+            ) from None
 
 
 def _break(case: Case, module: vLLMModule) -> bool:

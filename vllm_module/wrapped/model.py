@@ -24,6 +24,12 @@ from vllm_module.wrapped.build import build, build_whole
 from vllm_module.wrapped.check import check
 from vllm_module.wrapped.chosen_tokens import choose_all
 from vllm_module.wrapped.config import TransformersConfig, config_of
+from vllm_module.wrapped.counted_positions import (
+    TOKENS,
+    Counting,
+    EarlierTokens,
+    counts_positions,
+)
 from vllm_module.wrapped.custom_code import running
 from vllm_module.wrapped.inline_attention import has_stand_in
 from vllm_module.wrapped.names import TransformersNames, beginnings
@@ -83,10 +89,14 @@ class TransformersForCausalLM(vLLMModule):
             choose_all(model, config.max_model_len or config.max_position_embeddings or _MEASURED)
         replacing.replace_others(calls)
         # Probe the replaced model, without masks, as it will run: shapes are this rank's.
-        held = probe_of(model)
+        held, part, counting = probe_of(model), model.get_submodule(self._trunk.path), Counting()
+        if not has_stand_in(model):
+            held.tokens = TOKENS
         with _blamed_on_plan(replacing.plan.unused):
-            run_on_meta(model, model.get_submodule(self._trunk.path), held, masks=False)
+            with counting:
+                run_on_meta(model, part, held, masks=False)
             _add_attention(calls, held.calls, held.paths, type(model).__name__)
+        self._counts_positions = counts_positions(model, part, counting)
         model.config._attn_implementation = MASKED if has_stand_in(model) else NAME
         # In a tuple, so that it is no child: its children are this module's.
         self._library = (model,)
@@ -123,12 +133,14 @@ class TransformersForCausalLM(vLLMModule):
         Without ``metadata`` the tokens are one whole sequence.
         """
         trunk = self.get_submodule(self._trunk.path)
+        more = {"past_key_values": EarlierTokens(positions)} if self._counts_positions else {}
         with running(), stepping(Running(metadata)):
             output = trunk(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
                 attention_mask=None,
                 use_cache=False,
+                **more,
             )
         hidden: torch.Tensor = output[0]
         return hidden[0]

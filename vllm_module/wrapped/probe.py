@@ -179,22 +179,22 @@ def watched(
             hook.remove()
 
 
-def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool) -> None:
+def run_on_meta(model: Any, part: Any, found: Probe, *, masks: bool, **options: Any) -> None:
     """Run ``part`` of ``model`` on meta and record its attention calls in ``found``.
 
-    With ``masks``, the model makes masks.
+    With ``masks``, the model makes masks. ``options`` are further arguments of ``part``.
 
     Raises ``UnsupportedModelError`` if it fails, or for calls that are not supported.
     """
     name = PROBING if masks else NAME
     if has_stand_in(model):  # the module may read values of constants, such as positions
         with constants_on_meta(model, MASKED, found) as (constants, given), constants:
-            part(**given)
+            part(**given, **options)
         return
     with on_meta(model, name, found):
         ids = torch.zeros(1, found.tokens, dtype=torch.int64)
         mask = torch.ones_like(ids) if masks else None
-        part(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+        part(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False, **options)
 
 
 @contextmanager
