@@ -104,6 +104,10 @@ def test_end_tokens_are_those_of_both_files(
             stop_tokens(tmp_path, None, override)
         return
     assert stop_tokens(tmp_path, None, override) == expected
+    for argument in ("override_generation_config", "hf_overrides"):
+        given = {"override" if argument.startswith("o") else argument: {"eos_token_id": "2"}}
+        with pytest.raises(CheckpointFormatError, match=f"^{argument}: eos_token_id"):
+            stop_tokens(tmp_path, **given)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 77}')
     (other / "config.json").write_text('{"eos_token_id": 88}')
     assert stop_tokens(tmp_path, other, override) == expected

@@ -70,29 +70,35 @@ def default_sampling_params(
 
 
 def stop_tokens(
-    folder: Path, generation: Path | None = None, override: Mapping[str, Any] | None = None
+    folder: Path,
+    generation: Path | None = None,
+    override: Mapping[str, Any] | None = None,
+    hf_overrides: Mapping[str, Any] | None = None,
 ) -> set[int]:
     """Return the tokens in ``eos_token_id`` of generation_config.json and of config.json.
 
     A fine-tune may change only one of the two files. The tokenizer's end token is separate. The
-    first file is in ``generation``, or else in ``folder``, and entries of ``override`` replace it.
+    first file is in ``generation``, or else in ``folder``, and entries of ``override`` replace it;
+    those of ``hf_overrides`` replace config.json's.
 
     Raises ``CheckpointFormatError`` if a file is not a JSON object, or the entry is not integers.
     """
     found: set[int] = set()
     first = folder if generation is None else generation
-    for inside, name in ((first, "generation_config.json"), (folder, "config.json")):
+    for inside, name, instead, argument in (
+        (first, "generation_config.json", override or {}, "override_generation_config"),
+        (folder, "config.json", hf_overrides or {}, "hf_overrides"),
+    ):
         path = inside / name
-        entries = read_json(path, inside) if is_there(path) else {}
-        if name == "generation_config.json":
-            entries = {**entries, **(override or {})}
+        entries = {**(read_json(path, inside) if is_there(path) else {}), **instead}
         if entries:
             eos: Any = entries.get("eos_token_id")
             if eos is not None:
                 tokens = eos if isinstance(eos, list) else [eos]
                 if not all(type(token) is int for token in tokens):
+                    where = argument if "eos_token_id" in instead else printable(path)
                     raise CheckpointFormatError(
-                        f"{printable(path)}: eos_token_id should be a token or a list of tokens, "
+                        f"{where}: eos_token_id should be a token or a list of tokens, "
                         f"and is {shorten(eos)}"
                     )
                 found.update(tokens)

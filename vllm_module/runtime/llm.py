@@ -233,7 +233,7 @@ class LLM(
             read = None if generation_config == "vllm" else folder
             self._defaults = default_sampling_params(read, override or {})
             self._ids, self._adapter_numbers = itertools.count(), itertools.count()
-            end_tokens = stop_tokens(self.source.folder, folder, override)
+            end_tokens = stop_tokens(self.source.folder, folder, override, self.source.overrides)
             self.engine = self._make_engine(config, end_tokens)
             take_part(self.executor, self.engine)
             length = length_of(self.source)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from vllm_module import LLM, SamplingParams
 from vllm_module.errors import CheckpointFormatError
@@ -18,6 +19,7 @@ from vllm_module.errors import CheckpointFormatError
 # Pytest's importlib mode has no imports between test files.
 ASKING: Any = runpy.run_path(str(Path(__file__).with_name("asking.py")))
 write_tokenizer, SMALL, greedy = (ASKING[name] for name in ("write_tokenizer", "SMALL", "greedy"))
+generated = ASKING["generated"]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,27 @@ def test_invalid_settings_are_refused(folder: Path, options: dict[str, Any], mes
     """The error names the setting."""
     with pytest.raises(ValueError, match=message):
         LLM(folder, **options)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_an_end_token_of_hf_overrides_ends_outputs(
+    folder: Path, tmp_path: Path, as_list: bool
+) -> None:
+    """It replaces that of config.json: transformers generates the same with it in the file."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").unlink()  # which goes before, in transformers
+    prompt = [5, 14, 23]
+    with LLM(tmp_path, **SMALL) as llm:
+        (output,) = llm.generate(prompt, greedy(8, ignore_eos=True), False)
+    end = output.outputs[0].token_ids[4]
+    overrides = {"eos_token_id": [end] if as_list else end}
+    with LLM(tmp_path, hf_overrides=overrides, **SMALL) as llm:
+        (output,) = llm.generate(prompt, greedy(8), False)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | overrides))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert output.outputs[0].token_ids == generated(model, prompt, 8)
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_arguments_of_vllm_that_change_nothing_are_accepted(theirs: Any, tmp_path: Path) -> None:
