@@ -351,6 +351,10 @@ def test_the_command_writes_it(
     assert [each["weights"]["group_size"] for each in config["config_groups"].values()] == [8]
     code, _, error = run("convert", checkpoint("llama"), *options[:3], 12, "--out", tmp_path / "e")
     assert (code, "a multiple of 8, got 12" in error) == (2, True)
+    eight_bits = ("--quantization", "fp8", "--group-size", 64)  # which it would not change
+    code, _, error = run("convert", checkpoint("llama"), *eight_bits, "--out", tmp_path / "e")
+    assert (code, "--group-size: it is for --quantization int4" in error) == (2, True)
+    assert not (tmp_path / "e").exists()
 
 
 @pytest.mark.parametrize(

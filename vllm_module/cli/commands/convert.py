@@ -78,6 +78,9 @@ def convert(
     config = model_config(source, PrecisionOptions(quantization=quantization), model)
     if quantization is None and (ignore or group_size != 128):
         raise UsageError("--ignore and --group-size are for --quantization")
+    if group_size != 128 and quantization is not Quantization.int4_per_group:
+        problem = "it is for --quantization int4_per_group, and another one is asked for"
+        raise typer.BadParameter(problem, param_hint="--group-size")
     if group_size < 1 or group_size % 8:
         problem = f"expected a multiple of 8, got {group_size}"
         raise typer.BadParameter(problem, param_hint="--group-size")
