@@ -212,6 +212,24 @@ def test_what_decides_steps_is_float32_in_a_model_of_bfloat16(name: str) -> None
         assert layer(torch.randn(3, HIDDEN, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_decides_steps_stays_float32_in_a_model_that_is_cast(
+    name: str, dtype: torch.dtype
+) -> None:
+    """A cast of the layer rounds its projections, and neither A_log, A, dt_bias nor D."""
+    layer, weights = BUILD[name](), random_weights(BUILD[name]().expected_weights())
+    layer.load_weights(weights)
+    cast: Any = torch.nn.Sequential(layer).to(dtype)[0]
+    assert cast.out_proj.weight.dtype == cast.conv1d.weight.dtype == dtype
+    for key in ("A_log", "dt_bias", *(["D"] if "mamba2" in name else [])):
+        assert torch.equal(cast.get_parameter(key), weights[key])
+    assert cast.A.dtype == torch.float32
+    torch.testing.assert_close(cast.A, -weights["A_log"].exp())
+    with torch.inference_mode():
+        assert cast(torch.randn(3, HIDDEN, dtype=dtype)).dtype == dtype
+    assert cast.to("meta").A.is_meta
+
+
 def test_only_matmuls_are_quantized(name: str) -> None:
     """FP8 while loading makes the projections narrow, and nothing else."""
     layer = BUILD[name]()

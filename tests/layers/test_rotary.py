@@ -327,6 +327,20 @@ def test_frequencies_are_float32_whatever_the_default(scaling: dict[str, Any]) -
     assert torch.equal(cos, ours(config).cos_sin(torch.arange(200))[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_frequencies_stay_float32_in_a_model_that_is_cast(dtype: torch.dtype) -> None:
+    """A cast of the whole model rounds no frequency, so far positions turn by the right angles."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), RotaryEmbedding(64, 8192)).to(dtype)
+    linear, rotary_emb = model
+    assert linear.weight.dtype == dtype
+    positions = torch.tensor([1, 4000, 8191])
+    exact = positions[:, None].double() / 10000.0 ** (torch.arange(0, 64, 2).double() / 64)
+    cos, sin = rotary_emb.cos_sin(positions)
+    torch.testing.assert_close(cos[:, 0].double(), exact.cos(), rtol=0, atol=2e-3)
+    torch.testing.assert_close(sin[:, 0].double(), exact.sin(), rtol=0, atol=2e-3)
+    assert model.to("meta")[1].inv_freq.is_meta
+
+
 def test_frequencies_are_not_stored_and_are_skipped() -> None:
     """Frequencies are not in the state dict, and are skipped by rule in a checkpoint."""
     rotary = ours(config_of(SCALINGS["default"]))

@@ -113,6 +113,16 @@ class DecayingLayer(RecurrentLayer):
                 f"{wrong[0].item()}, with no finite exp(A_log): expected logarithms of decays"
             )
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move the layer's own tensors, but never cast them; those of its children are cast."""
+        own = {*self._parameters.values(), *self._buffers.values()}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            new = fn(tensor)
+            return tensor.to(new.device) if tensor in own and new.dtype != tensor.dtype else new
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Compute ``A`` from the ``A_log`` of a state dict, which does not have it."""
         super()._load_from_state_dict(*args, **kwargs)

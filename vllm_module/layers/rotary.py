@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +134,15 @@ class RotaryEmbedding(vLLMModule):
             )
         self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move the frequencies, but never cast them: rounded ones turn far positions wrongly."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_config(
