@@ -204,6 +204,23 @@ def test_a_plan_for_other_modules_is_refused(
         source.build(torch.device("cpu"))
 
 
+def test_experts_in_another_form_run_on_one_rank(saved: Callable[..., Path]) -> None:
+    """DBRX's plan has its head alone; two ranks are refused for the experts, and one runs them."""
+    source = _source(saved("dbrx"))
+    with (
+        tensor_parallel(rank=0, size=2),
+        pytest.raises(
+            UnsupportedModelError,
+            match=r"ffn\.experts of DbrxForCausalLM .* runs on one rank, not on 2",
+        ),
+    ):
+        source.build(torch.device("cpu"))
+    library = transformers.AutoModelForCausalLM.from_pretrained(saved("dbrx"))
+    with torch.no_grad():
+        expected = library(input_ids=TOKEN_IDS[None], use_cache=False).logits[0]
+    torch.testing.assert_close(_logits(_loaded(saved("dbrx"))), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_names_from_before_a_rename_are_refused_by_name(saved: Callable[..., Path]) -> None:
     """Names that no rule of transformers has are listed, and nothing is read."""
     source = _source(saved("mistral"))

@@ -20,9 +20,16 @@ from vllm_module.errors import ShardingError
 from vllm_module.layers import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    Positions,
     RMSNorm,
     RowParallelLinear,
     SiluAndMul,
+)
+from vllm_module.models.llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
 )
 from vllm_module.parameters import Dim, ModelWeightParameter
 from vllm_module.quantization import ONLINE, EightBitMethod
@@ -37,6 +44,7 @@ from vllm_module.testing import (
     assert_sharding_equivalent,
     assert_staged,
     features,
+    model_configs,
 )
 from vllm_module.testing.sharding import _resembling
 
@@ -58,6 +66,35 @@ class MLP(vLLMModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class WithoutMetadata(LlamaAttention):
+    """Attention to all tokens of a step, as if they were one whole sequence."""
+
+    def forward(self, positions, hidden_states, metadata):
+        return super().forward(positions, hidden_states, None)
+
+
+class Counting(LlamaAttention):
+    """Attention that counts the tokens of a step instead of taking their positions."""
+
+    def forward(self, positions, hidden_states, metadata):
+        counted = Positions(torch.arange(len(hidden_states)))
+        return super().forward(counted, hidden_states, metadata)
+
+
+@pytest.mark.parametrize("attention", [WithoutMetadata, Counting])
+def test_a_model_that_is_right_for_one_whole_sequence_alone_is_found(
+    attention: type[LlamaAttention],
+) -> None:
+    """Without a cache it computes what a right model does, on any number of ranks."""
+    layer = type("Layer", (LlamaDecoderLayer,), {"attention_class": attention})
+    model = type("Model", (LlamaModel,), {"layer_class": layer})
+    wrong = type("WrongForCausalLM", (LlamaForCausalLM,), {"model_class": model})
+    configs = model_configs(LlamaForCausalLM)
+    with pytest.raises(AssertionError, match=r"(?s)WrongForCausalLM computes .*Pass metadata on"):
+        assert_sharding_equivalent(wrong, configs)
+    assert assert_sharding_equivalent(LlamaForCausalLM, configs) > 0
 
 
 class Refusing(vLLMModule):

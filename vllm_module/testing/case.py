@@ -239,6 +239,12 @@ class Case:
         positions = torch.arange(5)
         return positions * 7919 % module.config.vocab_size, positions
 
+    @property
+    def is_decoder(self) -> bool:
+        """Whether the module is a causal language model that the engine can call."""
+        module: Any = self.whole
+        return self._inputs is None and hasattr(module, "compute_logits")
+
     def run(self, module: Any) -> list[Any]:
         """Run a loaded module; return its outputs, or a language model's logits, as a flat list."""
         assert self.inputs is not None

@@ -12,11 +12,11 @@ import torch
 
 from vllm_module.core.digests import ModelDigest, digest_of
 from vllm_module.core.module import vLLMModule
-from vllm_module.kernels.digest.digest import digest_box
 from vllm_module.layout import Layout, parse_layout
 from vllm_module.layout.layout_file import layout_json
 from vllm_module.testing.case import Case, law
 from vllm_module.testing.checkpoints import CheckpointForm, Tensors, same_bits, state
+from vllm_module.weights.digests import digest_weight
 from vllm_module.weights.region import Region
 
 
@@ -83,7 +83,7 @@ def assert_add_up(digests: Iterable[ModelDigest], layout: Layout, tensors: Tenso
         for name, (first, *others) in ((n, list(b.values())) for n, b in together.boxes.items())
     }
     for name, _, _ in layout.names():
-        expected = digest_box(tensors[name])
+        expected = digest_weight(tensors[name])
         assert got[name] == expected, f"{name}: the ranks' digests are not the tensor's"
     assert len(got) == len(list(layout.names()))
 

@@ -13,7 +13,8 @@ from torch import nn
 from vllm_module.base.messages import describe_error
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.tree import locations
-from vllm_module.errors import UnexpectedWeightError
+from vllm_module.errors import UnexpectedWeightError, UnsupportedModelError
+from vllm_module.layers.check import check
 from vllm_module.parameters import BasevLLMParameter, Dim, Experts, Slot
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import Tensors, assert_same_state, fuse, same_bits, state
@@ -32,7 +33,8 @@ def assert_sharding_equivalent(case: Case) -> None:
     nothing is left out. A tensor that a conversion changes, for example by quantizing, is within
     the conversion's error bound. If the module has a ``forward``, every rank's outputs are those of
     the unsharded module up to the order of sums, or approximately if a conversion's bits depend on
-    the cut.
+    the cut. A causal language model whose weights are kept as they are computes sequences of one
+    batch, in steps and with a KV cache, as it computes each of them alone and at once.
     """
     size, whole, tensors = case.size, case.build(), case.tensors
     same_weights = assert_covers(case)
@@ -41,6 +43,8 @@ def assert_sharding_equivalent(case: Case) -> None:
         return
     expected = case.run(whole)
     assert_outputs(case.run(whole), expected, "called twice, the unsharded module's output")
+    if case.is_decoder and not converted(whole):
+        _assert_batches(whole)
 
     def outputs(module: vLLMModule) -> list[Any]:
         module.load_weights(tensors)
@@ -61,6 +65,17 @@ def assert_sharding_equivalent(case: Case) -> None:
         for index, (one, other) in enumerate(zip(got, expected, strict=True)):
             error = (one - other).norm() / other.norm()
             assert error < 0.5, f"{where} {index} differs by {error:.2g} of its norm"
+
+
+def _assert_batches(module: Any) -> None:
+    """Check that a loaded language model computes a batch as it computes its sequences alone."""
+    try:
+        check(module, next(module.parameters()).dtype, module.config.vocab_size)
+    except UnsupportedModelError as error:
+        raise AssertionError(
+            f"{error}\nPass metadata on to every layer with a KV cache, take the positions that "
+            "are given, and keep nothing from one step to the next."
+        ) from error
 
 
 def _raised_in(error: Exception, module: vLLMModule) -> str:

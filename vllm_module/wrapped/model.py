@@ -17,11 +17,11 @@ from vllm_module.core.planner import Planner
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.layers.check import check
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Weight
 from vllm_module.wrapped.attention import LAYERS, MASKED, NAME, Running, register, stepping
 from vllm_module.wrapped.build import build, build_whole
-from vllm_module.wrapped.check import check
 from vllm_module.wrapped.chosen_tokens import choose_all
 from vllm_module.wrapped.config import TransformersConfig, config_of
 from vllm_module.wrapped.counted_positions import (

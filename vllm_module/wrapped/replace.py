@@ -58,12 +58,20 @@ class Replacing:
             self.holders.setdefault(parameter, []).append(name)
 
     def replace_experts(self) -> None:
-        """Replace the experts, whose code fails on tensors without values."""
+        """Replace the experts, whose code fails on tensors without values.
+
+        Raises ``UnsupportedModelError`` on several ranks for experts in another form.
+        """
         for path, module in list(self.model.named_modules()):
             if is_experts(module):
                 above, _, attr = path.rpartition(".")
                 self.model.get_submodule(above)._modules[attr] = self._experts(path, module)
-            elif self.group.size == 1 and is_routed(module):
+            elif is_routed(module):
+                if self.group.size > 1:
+                    raise UnsupportedModelError(
+                        f"{path} of {self.owner} has experts in a form that is not known here: it "
+                        f"runs on one rank, not on {self.group.size}"
+                    )
                 vars(module)["forward"] = RoutedOnMeta(module)
 
     def replace_others(self, calls: Mapping[str, Sequence[Call]]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from vllm_module.errors import UnsupportedModelError
-from vllm_module.layers import Attention, AttentionMetadata
+from vllm_module.layers import AttentionMetadata, RecurrentLayer
+from vllm_module.quantization import QuantizableKVCache
 
 _LENGTHS = 7, 5  # tokens of the two sequences
 _FIRST = 4  # tokens of the first sequence that the first step computes
@@ -28,8 +29,9 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
     """Raise ``UnsupportedModelError`` unless a batch gives the logits of its sequences alone.
 
-    All ranks of a model call it together. No layer may have a KV cache yet.
+    All ranks of a model call it together. No layer may have a KV cache yet, nor states.
     """
+    name = getattr(model, "library_name", type(model).__name__)
     device = next(model.parameters()).device
     sequences = [
         (torch.arange(length, device=device) * 7919 + 13 * number + 1) % vocab_size
@@ -38,7 +40,7 @@ def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
     alone = [_logits(model, ids, torch.arange(len(ids), device=device), None) for ids in sequences]
     if not all(bool(each.isfinite().all()) for each in alone):
         raise UnsupportedModelError(
-            f"{model.library_name} computes logits that are not finite: a weight is not, or an "
+            f"{name} computes logits that are not finite: a weight is not, or an "
             f"entry of config.json is wrong, or they need a dtype with a wider range than {dtype}"
         )
     together = _in_steps(model, sequences, device, dtype)
@@ -51,7 +53,7 @@ def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
         middle, most = float(distance.median()), _TOLERANCES[dtype]
         if not middle <= most:
             raise UnsupportedModelError(
-                f"{model.library_name} computes {_PARTS[number]} differently than alone: the "
+                f"{name} computes {_PARTS[number]} differently than alone: the "
                 "logits of its tokens differ by "
                 f"{middle:.2g} of their size, and at most {most:.2g} is rounding in {dtype}. It "
                 "may ignore positions, or mix sequences, so that its answers would be wrong"
@@ -82,6 +84,7 @@ def _in_steps(
         tensor([_FIRST, len(second)]),
         tensor([0, _FIRST, _FIRST + len(second)]),
         max(_FIRST, len(second)),
+        state_slots=tensor([1, 2], torch.int64),
     )
     positions = [torch.arange(len(ids), device=device) for ids in sequences]
     after = AttentionMetadata(
@@ -90,6 +93,7 @@ def _in_steps(
         tensor([len(first)]),
         tensor([0, rest]),
         rest,
+        state_slots=tensor([1], torch.int64),
     )
     with _caches(model, device, dtype):
         begun = _logits(
@@ -104,14 +108,22 @@ def _in_steps(
 
 @contextmanager
 def _caches(model: Any, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Give each attention layer a cache of three pages inside the block."""
-    layers = [each for each in model.modules() if isinstance(each, Attention)]
+    """Give each attention layer a cache of three pages inside the block, and others states."""
+    layers = [each for each in model.modules() if isinstance(each, QuantizableKVCache)]
+    recurrent = [each for each in model.modules() if isinstance(each, RecurrentLayer)]
     for layer in layers:
         tensors, heads, features = layer.token_shape
         shape = tensors, 3, _PAGE, heads, features
         layer.kv_cache = torch.zeros(shape, dtype=dtype, device=device)
+    for each in recurrent:
+        each.states = {
+            name: torch.zeros(3, *shape, dtype=each.state_dtypes[name] or dtype, device=device)
+            for name, shape in each.state_shapes.items()
+        }
     try:
         yield
     finally:
         for layer in layers:
             layer.kv_cache = None
+        for each in recurrent:
+            each.states = None
