@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.pooling.sentence_config import SentenceConfig
@@ -108,6 +111,24 @@ def test_the_file_of_a_text_has_the_names_of_all_versions(kind: str, tmp_path: P
     assert SentenceConfig.read(tmp_path) == SentenceConfig(max_length=8, lower_case=True)
     write(tmp_path, {"sentence_bert_config.json": {"max_seq_length": 9}})
     assert SentenceConfig.read(tmp_path) == SentenceConfig(max_length=9)
+
+
+@pytest.mark.parametrize("length", [1, 8, 512, None])
+def test_without_a_length_it_is_the_tokenizers(length: int | None, tmp_path: Path) -> None:
+    """transformers' tokenizer cuts texts there; without a length it has one of 31 digits."""
+    vocabulary = {"[UNK]": 0, "a": 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")),
+        unk_token="[UNK]",
+        **({} if length is None else {"model_max_length": length}),
+    )
+    tokenizer.save_pretrained(tmp_path)
+    found = SentenceConfig.read(tmp_path).max_length
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.model_max_length > 1 << 40 if length is None else found == loaded.model_max_length
+    assert found is None or found == length or found > 1 << 40
+    write(tmp_path, {"sentence_bert_config.json": {"max_seq_length": 9}})
+    assert SentenceConfig.read(tmp_path).max_length == 9
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ _POOLINGS: Mapping[str, Pooling] = {
     "cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last",
 }  # fmt: skip
 
+_TOKENIZER = "tokenizer_config.json"
+
 
 class SentenceConfig(NamedTuple):
     """Pooling settings of a checkpoint.
@@ -52,6 +54,9 @@ class SentenceConfig(NamedTuple):
     def read(cls, folder: Path) -> SentenceConfig:
         """Read the files of ``folder``; without them, pooling is the mean.
 
+        Where they have no length, it is ``model_max_length`` of tokenizer_config.json, as in
+        sentence-transformers.
+
         Raises ``CheckpointFormatError`` for a file that is damaged.
         """
         pooling, problem = _pooling(folder)
@@ -65,6 +70,10 @@ class SentenceConfig(NamedTuple):
                 f"{printable(path)}: max_seq_length should be a number of tokens or null, and is "
                 f"{shorten(most)}"
             )
+        if most is None and is_there(folder / _TOKENIZER):
+            # Without a length of its own, transformers writes 1e30.
+            length = read_json(folder / _TOKENIZER, folder).get("model_max_length")
+            most = length if type(length) is int and length > 0 else None
         return cls(pooling, problem, most, entries.get("do_lower_case") is True)
 
 
