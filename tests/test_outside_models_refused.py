@@ -111,6 +111,40 @@ def test_a_file_without_a_model_is_refused(tmp_path: Path, name: str) -> None:
         assert model_class(["OutsideForCausalLM"]).__name__ == "OutsideForCausalLM"
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LamaForCausalLM"])
+def test_a_file_without_the_checkpoints_architecture_is_told(
+    folder: Path, code: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Else a class with a misspelt name would be left out, and another model run in silence."""
+    code.write_text(f"from vllm_module import vLLMModule\nclass {name}(vLLMModule):\n    {LOGITS}")
+    register_model("ElsewhereForCausalLM", LlamaForCausalLM)
+    find_llama(folder, code)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"model_code {code} has no class for LlamaForCausalLM of config.json, so another model is "
+        "built: it has ElsewhereForCausalLM, LamaForCausalLM. Name the class as the architecture"
+    ] * (name == "LamaForCausalLM")
+
+
+def test_a_file_with_a_source_alone_is_not_told(
+    folder: Path, code: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file may be there for another reason than its models."""
+    code.write_text("from vllm_module import register_source\nregister_source('near', str)")
+    find_llama(folder, code)
+    assert not caplog.records
+
+
+LOGITS = "def compute_logits(self, hidden): return hidden"
+
+
+def find_llama(folder: Path, code: Path) -> None:
+    config = {"n_embd": 16, "n_layer": 1, "n_head": 4}
+    overrides: dict[str, Any] = {NAMES[name]: value for name, value in config.items()}
+    overrides["architectures"] = ["LlamaForCausalLM"]
+    ModelSource.find(ModelConfig(model=str(folder), model_code=code, hf_overrides=overrides))
+
+
 @pytest.mark.parametrize("path", ["a\0b.py", "loop.py", "~nobody_of_this_name/x.py", "x" * 300])
 def test_what_is_no_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str

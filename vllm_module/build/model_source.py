@@ -107,6 +107,8 @@ class ModelSource:
             code=model.trust_remote_code,
         )
         config = read_config(source.folder, model)
+        if model.model_code is not None and model.model_impl != "transformers":
+            registry.warn_of_unused_code(model.model_code, config.architectures)
         is_sharded = getattr(source, "load_format", None) == "sharded_state"
         if is_sharded and model.num_redundant_experts:
             raise UnsupportedModelError(
