@@ -18,7 +18,7 @@ from vllm_module.build import registry
 from vllm_module.build.model_source import ModelSource
 from vllm_module.build.registry import model_class, register_model
 from vllm_module.core.module import vLLMModule
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import ReplicatedLinear
 from vllm_module.models.llama import LlamaForCausalLM
@@ -299,6 +299,23 @@ def load_outside(folder: Path, code: Path) -> None:
         model_config=ModelConfig(model=str(folder), model_code=code, hf_overrides=overrides),
         device_config=DeviceConfig(device="cpu"),
     )
+
+
+@pytest.mark.parametrize("base", ["vLLMModule", "LlamaForCausalLM"])
+def test_an_entry_that_is_missing_for_want_of_a_config_class_is_told(
+    folder: Path, code: Path, base: str
+) -> None:
+    """The advice is for a model that has none; Llama's has declared what it reads."""
+    code.write_text(
+        "from vllm_module import vLLMModule\n"
+        "from vllm_module.models.llama import LlamaForCausalLM\n"
+        f"class OutsideForCausalLM({base}):\n"
+        "    def __init__(self, config): config.inner_size"
+    )
+    with pytest.raises(CheckpointFormatError, match=r"config\.json has no 'inner_size'") as refused:
+        load_outside(folder, code)
+    advised = "OutsideForCausalLM has no config_class: set it to a subclass of HFConfig"
+    assert (advised in str(refused.value)) == (base == "vLLMModule")
 
 
 @pytest.mark.parametrize("body", ["compute_logits = None", "compute_logits = 3"])

@@ -279,8 +279,12 @@ def build_model(
                 except AttributeError as error:
                     if "config.json" not in str(error):  # the message of HFConfig
                         raise
+                    advice = (
+                        f"; {build.__name__} has no config_class: set it to a subclass of HFConfig "
+                        "that declares the entry, or the name of it in the file"
+                    ) * (config_class is HFConfig)
                     raise CheckpointFormatError(
-                        f"{config.architectures[0]} cannot be built: {error}"
+                        f"{config.architectures[0]} cannot be built: {error}{advice}"
                     ) from None
             if rules is not None:
                 quantize(model, rules)  # first, because rules name layers of every stage
