@@ -18,7 +18,7 @@ from vllm_module.build import registry
 from vllm_module.build.model_source import ModelSource
 from vllm_module.build.registry import model_class, register_model
 from vllm_module.core.module import vLLMModule
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
 from vllm_module.hf_config import HFConfig
 from vllm_module.layers import ReplicatedLinear
 from vllm_module.models.llama import LlamaForCausalLM
@@ -109,6 +109,40 @@ def test_a_file_without_a_model_is_refused(tmp_path: Path, name: str) -> None:
         path.write_text(CODE + "\n# corrected")
         registry.load_model_code(path)
         assert model_class(["OutsideForCausalLM"]).__name__ == "OutsideForCausalLM"
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LamaForCausalLM"])
+def test_a_file_without_the_checkpoints_architecture_is_told(
+    folder: Path, code: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Else a class with a misspelt name would be left out, and another model run in silence."""
+    code.write_text(f"from vllm_module import vLLMModule\nclass {name}(vLLMModule):\n    {LOGITS}")
+    register_model("ElsewhereForCausalLM", LlamaForCausalLM)
+    find_llama(folder, code)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"model_code {code} has no class for LlamaForCausalLM of config.json, so another model is "
+        "built: it has ElsewhereForCausalLM, LamaForCausalLM. Name the class as the architecture"
+    ] * (name == "LamaForCausalLM")
+
+
+def test_a_file_with_a_source_alone_is_not_told(
+    folder: Path, code: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file may be there for another reason than its models."""
+    code.write_text("from vllm_module import register_source\nregister_source('near', str)")
+    find_llama(folder, code)
+    assert not caplog.records
+
+
+LOGITS = "def compute_logits(self, hidden): return hidden"
+
+
+def find_llama(folder: Path, code: Path) -> None:
+    config = {"n_embd": 16, "n_layer": 1, "n_head": 4}
+    overrides: dict[str, Any] = {NAMES[name]: value for name, value in config.items()}
+    overrides["architectures"] = ["LlamaForCausalLM"]
+    ModelSource.find(ModelConfig(model=str(folder), model_code=code, hf_overrides=overrides))
 
 
 @pytest.mark.parametrize("path", ["a\0b.py", "loop.py", "~nobody_of_this_name/x.py", "x" * 300])
@@ -265,6 +299,23 @@ def load_outside(folder: Path, code: Path) -> None:
         model_config=ModelConfig(model=str(folder), model_code=code, hf_overrides=overrides),
         device_config=DeviceConfig(device="cpu"),
     )
+
+
+@pytest.mark.parametrize("base", ["vLLMModule", "LlamaForCausalLM"])
+def test_an_entry_that_is_missing_for_want_of_a_config_class_is_told(
+    folder: Path, code: Path, base: str
+) -> None:
+    """The advice is for a model that has none; Llama's has declared what it reads."""
+    code.write_text(
+        "from vllm_module import vLLMModule\n"
+        "from vllm_module.models.llama import LlamaForCausalLM\n"
+        f"class OutsideForCausalLM({base}):\n"
+        "    def __init__(self, config): config.inner_size"
+    )
+    with pytest.raises(CheckpointFormatError, match=r"config\.json has no 'inner_size'") as refused:
+        load_outside(folder, code)
+    advised = "OutsideForCausalLM has no config_class: set it to a subclass of HFConfig"
+    assert (advised in str(refused.value)) == (base == "vLLMModule")
 
 
 @pytest.mark.parametrize("body", ["compute_logits = None", "compute_logits = 3"])

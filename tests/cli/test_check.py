@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_module import LLM
+from vllm_module.build import registry
 from vllm_module.cli import comparison
 from vllm_module.layers import Attention
 from vllm_module.models.qwen3 import Qwen3ForCausalLM
@@ -34,7 +37,8 @@ def test_a_right_checkpoint_agrees(run: Run, folder: Path, tp_size: int) -> None
     assert (found["tensor_parallel_size"], found["tolerance"]) == (tp_size, 1e-3)
     assert len(found["prompts"]) == 3
     stored = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
-    assert found["weights"] == {"compared": len(stored), "different": []}
+    count = len(stored)
+    assert found["weights"] == {"stored": count, "compared": count, "different": []}
     for each in found["prompts"]:
         assert len(each["ids"]) == 6
         assert each["difference"] < 1e-4
@@ -88,16 +92,55 @@ def test_a_tensor_that_is_loaded_wrong_is_told(
     assert (allowed.code, allowed.json["agrees"]) == (1, False)
 
 
+RENAMED = """
+from vllm_module.models.qwen3 import Qwen3ForCausalLM as Base
+
+class Qwen3ForCausalLM(Base):
+    weight_aliases = {"transformer": "model", "output": "lm_head"}
+"""
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_weights_under_other_names_are_compared(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    """A model's aliases lead to the tensors of the files, all of them and by their names there."""
+    # Replaced: what a process registers stays, because no user needs to take it back.
+    monkeypatch.setattr(registry, "registered", registry.Registrations())
+    monkeypatch.setattr(registry, "_from_files", {})
+    code = tmp_path / "renamed.py"
+    code.write_text(RENAMED)
+    tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+    heads = {"model": "transformer", "lm_head": "output"}
+    renamed = {
+        f"{heads[name.partition('.')[0]]}.{name.partition('.')[2]}": each
+        for name, each in tensors.items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "tensor_parallel_size": tp_size,
+    }
+    with LLM(str(tmp_path), model_code=code, **settings) as llm:
+        assert comparison.compare_weights(llm) == (len(tensors), len(tensors), [])
+        name = "transformer.norm.weight"
+        llm.update_weights({name: -renamed[name]})
+        assert comparison.compare_weights(llm).different == [name]
+
+
 def test_what_is_compared_is_told(run: Run, folder: Path) -> None:
     """The head names the model, its dtype, ranks, implementation and the other side."""
     for impl in ("native", "transformers"):
         result = run("check", folder, *PRECISE, "--model-impl", impl)
         assert result.code == 0, result.err
-        first, second, third, *_, last = result.out.splitlines()
+        first, second, third, fourth, *_, last = result.out.splitlines()
         head = "Qwen3ForCausalLM in float32 on cpu, on 1 rank, against transformers"
         assert first.startswith(head)
         assert second == f"model_impl: {impl}"
         assert "prompts are made up" in third
+        assert re.fullmatch(r"(\d+) of \1 tensors compared with the files: bit for bit .*", fourth)
         assert last == "3 of 3 prompts agree"
 
 

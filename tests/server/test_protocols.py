@@ -533,6 +533,37 @@ def test_a_response_that_reaches_its_limit_is_incomplete(served: Any, count: int
     assert answer["usage"]["output_tokens"] == answer["max_output_tokens"] == count
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    # The specification: an item that ran out of tokens is incomplete, and it is the last one.
+    assert (answer["completed_at"], answer["output"][-1]["status"]) == (None, "incomplete")
+    given = {"model": MODEL, "input": "Hi", "max_output_tokens": count}
+    with served.client().responses.create(
+        stream=True, **given, extra_body={"ignore_eos": True}
+    ) as stream:
+        events = {event.type: event for event in stream}
+    assert events["response.output_item.done"].item.status == "incomplete"
+    assert events["response.incomplete"].response.output[-1].status == "incomplete"
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_items_that_end_before_the_limit_are_complete(served: Any, ignore_eos: bool) -> None:
+    """Of reasoning and text, a limit cuts off the text alone; what ends by itself is dated."""
+    body = {"model": MODEL, "input": "Hi", "max_output_tokens": 300, "ignore_eos": ignore_eos}
+    served.state.formats = MARKED
+    try:
+        for seed in range(40):
+            answer = served.ask("POST", "/v1/responses", {**body, "seed": seed, "top_p": 1.0})[1]
+            kinds = [item["type"] for item in answer["output"]]
+            if (
+                kinds == ["reasoning", "message"]
+                and (answer["status"] == "incomplete") == ignore_eos
+            ):
+                break
+        else:
+            pytest.fail("no answer had reasoning and a message")
+    finally:
+        served.state.formats = SWITCHED
+    assert [item["status"] for item in answer["output"]] == ["completed", answer["status"]]
+    assert (answer["completed_at"] is None) == ignore_eos
 
 
 def test_an_aborted_response_does_not_say_that_it_reached_a_limit(served: Any) -> None:

@@ -26,9 +26,12 @@ import torch
 
 from vllm_module import DeviceConfig, ModelConfig, get_model
 from vllm_module.cli import main
+from vllm_module.cli.commands.serve import serve
+from vllm_module.server.app import ROUTES
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = runpy.run_path(str(ROOT / "tests/support.py"))
+GUIDE = ROOT / "docs/serving.md"
 BLOCK = re.search(r"## Serve\n\n```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -43,6 +46,19 @@ def status(url: str | urllib.request.Request) -> int:
             return error.code
     except OSError:
         return 0
+
+
+def test_help_and_guide_have_every_path() -> None:
+    """What the server answers is in the help and in the guide, and neither has another path."""
+    answered = {path for _, path, _, _ in ROUTES} | {"/"}
+    section = re.search(r"## Paths\n(.*?)\n## ", GUIDE.read_text(), re.DOTALL)
+    assert section is not None
+    columns = " ".join(line.split("|")[1] for line in section[1].splitlines() if "|" in line)
+    assert set(re.findall(r"`(?:GET|POST) ([^`]+)`", columns)) == answered
+    assert serve.__doc__ is not None
+    told = re.search(r"The paths are (.*?)\. While", serve.__doc__, re.DOTALL)
+    assert told is not None
+    assert set(re.findall(r"/[\w/]*", told[1])) == answered
 
 
 def test_the_lines_of_the_readme(folder: Path) -> None:

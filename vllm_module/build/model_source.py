@@ -107,6 +107,8 @@ class ModelSource:
             code=model.trust_remote_code,
         )
         config = read_config(source.folder, model)
+        if model.model_code is not None and model.model_impl != "transformers":
+            registry.warn_of_unused_code(model.model_code, config.architectures)
         is_sharded = getattr(source, "load_format", None) == "sharded_state"
         if is_sharded and model.num_redundant_experts:
             raise UnsupportedModelError(
@@ -277,8 +279,12 @@ def build_model(
                 except AttributeError as error:
                     if "config.json" not in str(error):  # the message of HFConfig
                         raise
+                    advice = (
+                        f"; {build.__name__} has no config_class: set it to a subclass of HFConfig "
+                        "that declares the entry, or the name of it in the file"
+                    ) * (config_class is HFConfig)
                     raise CheckpointFormatError(
-                        f"{config.architectures[0]} cannot be built: {error}"
+                        f"{config.architectures[0]} cannot be built: {error}{advice}"
                     ) from None
             if rules is not None:
                 quantize(model, rules)  # first, because rules name layers of every stage

@@ -191,9 +191,14 @@ def load_model_code(path: Path) -> None:
 
 def supported_architectures() -> list[str]:
     """Return all names that :func:`model_class` knows, sorted."""
+    return sorted({*_OURS, *_announced(), *_of_this_process()})
+
+
+def _of_this_process() -> set[str]:
+    """Return the architectures of models that a file or a call has registered."""
     # Files also define the layers of their models.
     of_files = {name for name, cls in _from_files.items() if hasattr(cls, "compute_logits")}
-    return sorted({*_OURS, *_announced(), *of_files, *registered.models_by_call})
+    return of_files | registered.models_by_call.keys()
 
 
 def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") -> type[vLLMModule]:
@@ -228,6 +233,19 @@ def model_class(architectures: Sequence[str], model_impl: ModelImpl = "auto") ->
 def is_known(architectures: Sequence[str]) -> bool:
     """Return whether a model of ours, or a registered one, implements an architecture."""
     return any(_target(each) is not None for each in architectures)
+
+
+def warn_of_unused_code(path: Path, architectures: Sequence[str]) -> None:
+    """Warn if the file of ``model_code`` has models, and none of them for this checkpoint."""
+    models = _of_this_process()
+    if models and models.isdisjoint(architectures):
+        logger.warning(
+            "model_code %s has no class for %s of config.json, so another model is built: it has "
+            "%s. Name the class as the architecture",
+            printable(path),
+            " or ".join(map(printable_name, architectures[:8])),
+            ", ".join(sorted(map(printable_name, models))),
+        )
 
 
 def settled_impl(

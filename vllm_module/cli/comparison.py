@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,10 @@ import torch
 
 from vllm_module.base.messages import describe_error, install, printable
 from vllm_module.cli.output import CommandError, plural
+from vllm_module.cli.tensor_plan import dtype_name
 from vllm_module.core.fit import converts
+from vllm_module.errors import WeightLoadError
+from vllm_module.layout import StoredTensorLayout, layout_of_shards
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights.digests import digest_weight
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from vllm_module.build.model_source import ModelSource
     from vllm_module.runtime.llm import LLM
     from vllm_module.runtime.outputs import RequestOutput
+    from vllm_module.weights import Weight
 
 _MOST = 20  # logprobs of a position that are compared: the most probable ones
 # By dtype: what two right implementations may differ by, in logprobs of about -1 to -20.
@@ -82,11 +86,13 @@ class ComparedWeights(NamedTuple):
     """The tensors of a checkpoint that an engine holds as they are stored, or cast.
 
     Attributes:
-        compared: how many have the same name and shape in both, and the same kind of dtype.
-        different: the names of those that have other values in the engine.
+        stored: how many tensors the files have.
+        compared: how many of them have the same shape and kind of dtype in the engine.
+        different: the names of those that have other values there.
 
     """
 
+    stored: int
     compared: int
     different: list[str]
 
@@ -94,13 +100,15 @@ class ComparedWeights(NamedTuple):
 def compare_weights(llm: LLM) -> ComparedWeights:
     """Compare digests of what the engine's ranks hold with those of the files, read again.
 
-    Tensors that loading quantizes or renames have no digest in common.
+    Tensors that loading quantizes, or puts together with others, have no digest in common.
     """
     digest = llm.digest()
     tensors = digest.tensors
     compared, different = 0, []
     with llm.source.open() as checkpoint:
-        for name, weight in checkpoint.items():
+        of_engine = _names_in_engine(llm, checkpoint, tensors.keys())
+        for stored, weight in checkpoint.items():
+            name = of_engine.get(stored, stored)
             boxes = digest.boxes.get(name)
             held = next(iter(boxes.values())) if boxes else None
             if held is None or held.shape != tuple(weight.shape):
@@ -109,8 +117,37 @@ def compare_weights(llm: LLM) -> ComparedWeights:
                 continue
             compared += 1
             if tensors[name] != digest_weight(weight, held.dtype).hex:
-                different.append(name)
-    return ComparedWeights(compared, different)
+                different.append(stored)
+        return ComparedWeights(len(checkpoint), compared, different)
+
+
+def _names_in_engine(llm: LLM, checkpoint: Mapping[str, Weight], known: Set[str]) -> dict[str, str]:
+    """Return by a tensor's name in the files its name in the engine's tree, where they differ.
+
+    A model has aliases for other names. Both names fill the same slot of the same parameter.
+    """
+    if checkpoint.keys() <= known:
+        return {}
+    stored = (
+        StoredTensorLayout(name, tuple(each.shape), dtype_name(each.dtype), name, 0)
+        for name, each in checkpoint.items()
+    )
+    files = layout_of_shards(stored, 1, lambda _, shape, rank: ((0,) * len(shape), shape))
+    try:
+        theirs, own = llm.layout(files), llm.layout()
+    except WeightLoadError:  # weights that are packed in the files have no layout in this dtype
+        return {}
+    names = {
+        (entry.parameter, entry.slot, expert): name
+        for name, entry, expert in own.names()
+        if entry.tied_to is None
+    }
+    found = (
+        (name, names.get((entry.parameter, entry.slot, expert)))
+        for name, entry, expert in theirs.names()
+        if entry.tied_to is None
+    )
+    return {name: here for name, here in found if here is not None}
 
 
 def tensors_elsewhere(source: ModelSource) -> dict[str, torch.Tensor] | None:

@@ -138,7 +138,7 @@ class ServerOptions(Options):
         typer.Option(
             metavar="KEY",
             envvar="VLLM_MODULE_ADMIN_KEY",
-            help="Key for /pause, /resume, /update_weights and /abort, which are off without one.",
+            help="Key for the paths of operators, which are off without one.",
             show_default=False,
         ),
     ] = None

@@ -125,6 +125,8 @@ class Attention(QuantizableKVCache):
         """
         query, key, rotate = unrotated(query, key)
         if metadata is None:
+            if self.kv_cache is not None:
+                self.ran_without_metadata = True
             if rotate is not None:
                 query, key = rotate(query, key)
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))

@@ -90,6 +90,8 @@ class MLAAttention(QuantizableKVCache):
         absorbed = _bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         query = torch.cat((absorbed, q_pe), -1)
         if metadata is None:
+            if self.kv_cache is not None:
+                self.ran_without_metadata = True
             keys = torch.cat((kv_c, k_pe), -1).unsqueeze(0)
             # Whole rows as values: torch's fused attention needs keys and values of one size.
             output = causal_attention(query.transpose(0, 1), keys, keys, self.scale)

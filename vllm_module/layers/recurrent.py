@@ -30,6 +30,7 @@ class RecurrentLayer(vLLMModule):
         state_shapes: the shape of each tensor of one sequence on this rank, by name.
         state_dtypes: the dtype of each; ``None`` for that of the model.
         states: the tensors of all sequences, ``[slots, *shape]`` each; set by the runtime.
+        ran_without_metadata: set once the layer has states and is called without metadata.
 
     """
 
@@ -39,6 +40,7 @@ class RecurrentLayer(vLLMModule):
     def __init__(self) -> None:
         super().__init__()
         self.states: dict[str, torch.Tensor] | None = None
+        self.ran_without_metadata = False
 
     def kept(
         self, metadata: AttentionMetadata | None
@@ -52,6 +54,8 @@ class RecurrentLayer(vLLMModule):
         ``state_slots``.
         """
         if metadata is None:
+            if self.states is not None:
+                self.ran_without_metadata = True
             return dict.fromkeys(self.state_shapes), NOWHERE
         if self.states is None or metadata.state_slots is None:
             missing = "states" if self.states is None else "state_slots in the metadata"

@@ -21,6 +21,7 @@ class QuantizableKVCache(vLLMModule):
         token_shape: what the layer caches of a token: the number of tensors, their heads, and the
             features of a head. ``(2, num_kv_heads, head_size)`` is a key and a value.
         kv_cache: ``[tensors, pages, block_size, heads, features]``; set by the runtime.
+        ran_without_metadata: set once the layer has a cache and is called without metadata.
         sliding_window: number of tokens that a token attends to: itself and those before it;
             ``None`` for all.
         k_scale, v_scale: float32 ``[1]``; the cache holds keys and values divided by them. ``None``
@@ -37,6 +38,7 @@ class QuantizableKVCache(vLLMModule):
     def __init__(self) -> None:
         super().__init__()
         self.kv_cache: torch.Tensor | None = None
+        self.ran_without_metadata = False
         self.register_parameter("k_scale", None)
         self.register_parameter("v_scale", None)
 

@@ -27,6 +27,7 @@ class Block:
         key: what ids of it have in common.
         text: the text so far; that of a call is complete from the beginning.
         call: of a call.
+        is_last: whether the message ended before the block did: no more tokens came.
 
     """
 
@@ -35,6 +36,7 @@ class Block:
     text: str = ""
     call: ToolCall | None = None
     key: str = field(default_factory=new_key)
+    is_last: bool = False
 
 
 Change = tuple[Literal["begin", "more", "end"], Block, str]
@@ -70,6 +72,8 @@ class Blocks:
                 yield "more", self._open, text
                 yield from self._end()
         if ends:
+            if self._open is not None:
+                self._open.is_last = True
             yield from self._end()
 
     def _end(self) -> Iterator[Change]:

@@ -178,16 +178,23 @@ class _Answer(BlocksAnswer):
             if not is_call:
                 part = _part(block, block.text)
                 yield self._event("response.content_part.done", part=part, **where)
-            item = _item(block, "completed")
+            item = _item(block, self._status(block))
             yield self._event("response.output_item.done", item=item, **at)
+
+    def _status(self, block: Block) -> str:
+        """Return the status of an item that has ended: complete, or cut off by the end."""
+        last = self.conversation.last
+        is_cut = block.is_last and last is not None and last.finish_reason != "stop"
+        return "incomplete" if is_cut else "completed"
 
     def so_far(self) -> dict[str, Any]:
         """Return the response; it is in progress until its last piece has come."""
         body, conversation, ended = self._body, self.conversation, dict[str, Any]()
         if (last := conversation.last) is not None:
-            ended = {"completed_at": int(time.time()), "usage": _usage(conversation.usage())}
-            ended |= {"status": "completed", "weight_versions": last.weight_versions}
-            if last.finish_reason != "stop":
+            ended = {"usage": _usage(conversation.usage()), "weight_versions": last.weight_versions}
+            if last.finish_reason == "stop":
+                ended.update(status="completed", completed_at=int(time.time()))
+            else:
                 reason = _INCOMPLETE.get(str(last.finish_reason), last.finish_reason)
                 ended.update(status="incomplete", incomplete_details={"reason": reason})
         return {
@@ -195,7 +202,7 @@ class _Answer(BlocksAnswer):
             "object": "response",
             "created_at": self._created,
             "status": "in_progress",
-            "output": [_item(block, "completed") for block in self.blocks.ended],
+            "output": [_item(block, self._status(block)) for block in self.blocks.ended],
             **body.model_dump(include=_ECHOED),
             "text": {"format": {"type": "text"}, **body.text.model_dump(exclude_none=True)},
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,

@@ -78,8 +78,8 @@ def check(
     difference: the largest of logprobs, worst: the position of its token, the prompt's first at 0;
     others: tokens that are not transformers' first choice, gap: how far the first of them is below
     it, first_other: its position, its id and the id of transformers' choice, or null; agrees);
-    weights (compared: how many tensors the engine holds that loading does not quantize or rename,
-    different: the names of those with other values).
+    weights (stored: how many tensors the files have, compared: how many of them the engine holds as
+    they are stored, or cast, different: the names of those with other values).
     """
     with working("importing transformers") if is_first_rank() else nullcontext():
         from vllm_module.cli.comparison import transformers_library
@@ -162,8 +162,9 @@ def check(
         from vllm_module.core.report import fold
 
         shown = ", ".join(map(printable_name, fold(weights.different)))
-        differ = f"DIFFER: {shown}" if shown else "are bit for bit those of the files"
-        out.print(f"{plural(weights.compared, 'tensor')} that loading does not quantize {differ}")
+        differ = f"DIFFER: {shown}" if shown else "bit for bit the same"
+        count = f"{weights.compared} of {plural(weights.stored, 'tensor')}"
+        out.print(f"{count} compared with the files: {differ}")
         out.print()
         for text, each, agreeing in zip(named, found, agrees, strict=True):
             out.print(f"{text!r}" if text else f"token ids {each.prompt_ids}", style="bold")

@@ -6,6 +6,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
+from vllm_module.runtime.given_metadata import metadata_given
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, described_result, embed
 from vllm_module.runtime.ranks.worker_experts import WorkerExperts
@@ -110,6 +112,7 @@ class Worker(WorkerExperts):
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
         self.state_bytes = state_bytes(self.model, self.source.dtype)
         self.runner: ModelRunner | None = None
+        self._metadata_checked = False
         self._group = tensor_parallel_group()
         stage = surrounding_stage.get() or PipelineStage(0, 1)
         self._all_ranks = stage.size * self._group.size
@@ -301,7 +304,8 @@ class Worker(WorkerExperts):
         rank has them, and the other ranks receive them here. For a batch of an encoder, the result
         is what :func:`~vllm_module.runtime.pooling.embedding.embed` returns.
 
-        Raises ``RuntimeError`` if the model returns anything but logits.
+        Raises ``UnsupportedModelError`` if the model returns anything but logits, or in the first
+        step keeps the metadata from a layer.
         """
         if isinstance(inputs, EmbeddingInputs):
             return embed(self.model, self.device, inputs)
@@ -317,7 +321,9 @@ class Worker(WorkerExperts):
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
         if inputs.adapters:  # else layers would add nothing, without a word
             assert self._adapters.keys() >= {*inputs.adapters.values()}, "adapters are in memory"
-        logits = self.runner.run(inputs, sampled)
+        with nullcontext() if self._metadata_checked else metadata_given(self.model):
+            logits = self.runner.run(inputs, sampled)
+        self._metadata_checked = True
         if self._pipe is not None and not self._pipe.is_last:
             return logits  # none
         expected = len(inputs.rows), self.source.config.vocab_size
