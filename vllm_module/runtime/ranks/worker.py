@@ -6,7 +6,6 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,10 +26,11 @@ from vllm_module.distributed import (
     tensor_parallel_group,
 )
 from vllm_module.errors import UnsupportedModelError
+from vllm_module.layers import RecurrentLayer
 from vllm_module.layers.lora_rows import AdapterRows
+from vllm_module.quantization import QuantizableKVCache
 from vllm_module.runtime.cache.kv_cache import KVCache, attention_layers, page_bytes
 from vllm_module.runtime.cache.state_cache import StateCache, copy_bytes, state_bytes
-from vllm_module.runtime.given_metadata import metadata_given
 from vllm_module.runtime.model_runner import ModelRunner
 from vllm_module.runtime.pooling.embedding import EmbeddingInputs, described_result, embed
 from vllm_module.runtime.ranks.worker_experts import WorkerExperts
@@ -112,7 +112,12 @@ class Worker(WorkerExperts):
         self.page_bytes = page_bytes(self.model, config.block_size, self.cache_dtype)
         self.state_bytes = state_bytes(self.model, self.source.dtype)
         self.runner: ModelRunner | None = None
-        self._metadata_checked = False
+        # What a first step may find to be called without its metadata, by path.
+        self._unchecked: dict[str, QuantizableKVCache | RecurrentLayer] = {
+            path: each
+            for path, each in self.model.named_modules()
+            if isinstance(each, QuantizableKVCache | RecurrentLayer)
+        }
         self._group = tensor_parallel_group()
         stage = surrounding_stage.get() or PipelineStage(0, 1)
         self._all_ranks = stage.size * self._group.size
@@ -321,9 +326,16 @@ class Worker(WorkerExperts):
             sampled = self._group.all_reduce(sampled)  # the others add zeros; all on the device
         if inputs.adapters:  # else layers would add nothing, without a word
             assert self._adapters.keys() >= {*inputs.adapters.values()}, "adapters are in memory"
-        with nullcontext() if self._metadata_checked else metadata_given(self.model):
-            logits = self.runner.run(inputs, sampled)
-        self._metadata_checked = True
+        for layer in self._unchecked.values():
+            layer.ran_without_metadata = False  # set by a call before the first step
+        logits = self.runner.run(inputs, sampled)
+        for path, layer in self._unchecked.items():
+            if layer.ran_without_metadata:  # it took the tokens of all requests for one sequence
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} calls {path} without the metadata of the step, "
+                    "so that tokens would not see those before them: pass metadata on to it"
+                )
+        self._unchecked = {}
         if self._pipe is not None and not self._pipe.is_last:
             return logits  # none
         expected = len(inputs.rows), self.source.config.vocab_size
