@@ -216,7 +216,7 @@ def test_a_gpu_is_warmed_up_before_graphs_are_captured(
     worker.config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=9, enforce_eager=eager)
     worker.device, worker.model, worker.cache_dtype = torch.device("cuda:0"), None, torch.float32
     worker.source = SimpleNamespace(config=SimpleNamespace(vocab_size=7), dtype=torch.float32)
-    worker._shape, worker.state_bytes = None, 0
+    worker._shape, worker.state_bytes, worker._unchecked = None, 0, {}
     worker.start(num_pages=2, host_pages=1, max_model_len=40)
     assert calls[:2] == [Moves([(0, 0)], [(0, 1)], [(0, 0)]), 1]
     assert 9 in calls
