@@ -1,4 +1,4 @@
-"""The suite runs where SIGINT is ignored, as in the background of a shell."""
+"""The suite runs where signals are ignored, as in the background of a shell and by nohup."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ OF_SIGNALS = (
     "cli/test_terminal.py::test_a_signal_leaves_no_temporary_folder",
     "weights/stores/test_waits.py::test_an_interrupt_ends_a_request_of_another_thread",
 )
+IGNORED = signal.SIGINT, signal.SIGHUP
 CHECK = "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
 
 
 def where_it_is_ignored(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python, started with SIGINT ignored."""
+    """Run Python, started as by ``nohup ... &``."""
     return subprocess.run(
         [sys.executable, *arguments],
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        preexec_fn=lambda: [signal.signal(each, signal.SIG_IGN) for each in IGNORED],
         capture_output=True,
         text=True,
         timeout=120,
@@ -47,4 +48,4 @@ def test_tests_of_signals_pass_where_they_are_ignored() -> None:
     tests = [str(HERE / each) for each in OF_SIGNALS]
     done = where_it_is_ignored("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    assert "5 passed" in done.stdout

@@ -135,6 +135,7 @@ def test_a_signal_leaves_no_temporary_folder(sent: signal.Signals, code: int) ->
 import os, signal, sys
 from vllm_module.cli import app, entry
 from vllm_module.weights.written_folder import new_folder
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may run the tests, has it ignored
 def run(arguments):
     print(new_folder("a model"), flush=True)
     os.kill(os.getpid(), int(sys.argv[1]))
@@ -158,10 +159,11 @@ def test_a_signal_leaves_nothing_of_a_folder_that_is_written(
 ) -> None:
     """Where shard had written a part of it under another name, there are no files afterwards."""
     program = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from vllm_module.cli import entry
 from vllm_module.weights.safetensors_writer import SafetensorsWriter
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def write(self, name, tensor):
     print([path.name for path in Path(out).parent.rglob("*.safetensors")], flush=True)
     os.kill(os.getpid(), int(sent))
