@@ -29,6 +29,7 @@ def test_a_server_sleeps_and_wakes_up(server: Any, level: int) -> None:
     before = server.ask("POST", "/v1/completions", body)[1]["choices"]
     assert server.ask("GET", "/is_sleeping") == (200, {"is_sleeping": False})
     assert refused("/sleep?level=3")[0] == 400
+    assert refused("/sleep?level=1&level=2")[0] == refused("/sleep", {"level": {}})[0] == 400
     assert refused("/sleep", key="sk-two")[0] == 401
     assert server.ask("POST", f"/sleep?level={level}&mode=wait", key=ADMIN)[0] == 200
     assert server.ask("GET", "/is_sleeping") == (200, {"is_sleeping": True})
