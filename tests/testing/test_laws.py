@@ -419,6 +419,19 @@ def test_an_attribute_that_is_computed_in_other_memory_is_found() -> None:
         assert_reload_in_place(Doubling, width=4)
 
 
+class Sparse(RMSNorm):
+    """A norm with a constant that has no address."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.constant = torch.eye(width).to_sparse()
+
+
+def test_an_attribute_without_an_address_does_not_move() -> None:
+    """A sparse tensor is in the memory of others, and has no pointer of its own."""
+    assert assert_reload_in_place(Sparse, 4, inputs=x) > 0
+
+
 class Hoarding(RMSNorm):
     """A norm that keeps the tensors it was given."""
 
