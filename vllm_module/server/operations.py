@@ -163,8 +163,9 @@ async def sleep(state: State, body: SleepBody) -> dict[str, Any]:
 
 async def wake_up(state: State, body: WakeBody) -> dict[str, Any]:
     """Wake up with weights, cache or both; see :meth:`~vllm_module.LLM.wake_up`."""
-    await state.engine().wake_up(body.tags)
-    return {"status": "awake"}
+    engine = state.engine()
+    await engine.wake_up(body.tags)
+    return {"status": "sleeping" if engine.is_sleeping else "awake"}  # weights or cache may
 
 
 async def is_sleeping(state: State, body: Body) -> dict[str, Any]:
