@@ -250,21 +250,17 @@ def causal_attention(
         whole = new == total and sliding_window is None
         return fused_attention(grouped, keys, values, seen, scale, is_causal=whole).flatten(0, 1)
     keys, values = (x.float().repeat_interleave(group, dim=0) for x in (keys, values))
-    # A graph has one part: their number depends on lengths.
-    step = max(1, new if compiling else SCORES_AT_ONCE // max(1, query.shape[0] * total))
+    how = scale, softcap, alibi_slopes, sinks
+    if compiling:  # all rows at once: a graph for parts would be of one length only
+        output = _weighed_rows(query.float(), keys, values, seen, columns - rows, *how)
+        return output.to(query.dtype)
+    step = max(1, SCORES_AT_ONCE // max(1, query.shape[0] * total))
+    parts = zip(
+        torch.split(query, step, 1), *(torch.split(x, step) for x in (seen, rows)), strict=True
+    )
     outputs = [
-        _weighed_rows(
-            query[:, first : first + step].float(),
-            keys,
-            values,
-            seen[first : first + step],
-            columns - rows[first : first + step],
-            scale,
-            softcap,
-            alibi_slopes,
-            sinks,
-        )
-        for first in range(0, max(1, new), step)
+        _weighed_rows(part.float(), keys, values, seen_of, columns - rows_of, *how)
+        for part, seen_of, rows_of in parts
     ]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).to(query.dtype)
 

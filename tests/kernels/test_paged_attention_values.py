@@ -173,6 +173,23 @@ def test_nan_reaches_the_output_of_a_compiled_graph() -> None:
         assert torch.equal(output.isnan().all(-1), expected)
 
 
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": torch.zeros(4)}])
+def test_a_compiled_graph_is_of_prompts_of_any_length(options) -> None:
+    """A graph of each length would be compiled for each prompt, until torch gives up."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(causal_attention, backend=keep, dynamic=True, fullgraph=True)
+    for length in (5, 7, 3, 12):
+        query, (key, value) = torch.randn(4, length, 8), torch.randn(2, 2, length, 8)
+        expected = causal_attention(query, key, value, 0.5, **options)
+        torch.testing.assert_close(compiled(query, key, value, 0.5, **options), expected)
+    assert len(graphs) == 1
+
+
 def test_scores_of_any_size_do_not_overflow() -> None:
     """Soft-capped and plain scores in the thousands, and sinks, give finite weights."""
     for options in ({"softcap": 50.0}, {}, {"sinks": torch.tensor([3000.0, -3000.0, 0.0, 1e5])}):

@@ -341,6 +341,21 @@ def test_frequencies_stay_float32_in_a_model_that_is_cast(dtype: torch.dtype) ->
     assert model.to("meta")[1].inv_freq.is_meta
 
 
+def test_a_cast_reaches_what_else_a_rotary_layer_has() -> None:
+    """A layer in a class of one's own is multiplied by what comes in the model's dtype."""
+
+    class Mixing(RotaryEmbedding):
+        def __init__(self) -> None:
+            super().__init__(8, 64)
+            self.mix = torch.nn.Linear(8, 8)
+            self.register_buffer("shift", torch.zeros(8))
+
+    rotary_emb = Mixing().half()
+    dtypes = {name: each.dtype for name, each in rotary_emb.state_dict().items()}
+    assert dtypes == dict.fromkeys(("mix.weight", "mix.bias", "shift"), torch.float16)
+    assert rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_frequencies_are_not_stored_and_are_skipped() -> None:
     """Frequencies are not in the state dict, and are skipped by rule in a checkpoint."""
     rotary = ours(config_of(SCALINGS["default"]))

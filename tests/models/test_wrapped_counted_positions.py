@@ -82,6 +82,23 @@ def test_counted_positions_are_told_from_other_numbers() -> None:
         assert counting.function == "add"
 
 
+def test_indices_of_rows_are_no_positions() -> None:
+    """A router's ``scores[arange(tokens), best]`` is of each token; a table's row is a position."""
+    scores = torch.zeros(TOKENS, 4, device="meta")
+    best = torch.zeros(TOKENS, dtype=torch.int64, device="meta")
+    with Counting() as counting, torch.device("meta"):
+        rows = torch.arange(TOKENS)
+        chosen = scores[rows, best]
+        scores.index_add_(0, rows, scores)
+        scores[rows, best] = chosen
+        assert counting.function is None
+        scores[:, 0] = rows
+    assert counting.function == "__setitem__"
+    with Counting() as counting, torch.device("meta"):
+        torch.zeros(TOKENS + 3, 4)[torch.arange(TOKENS)]
+    assert counting.function == "__getitem__"
+
+
 def test_lengths_put_counted_positions_right() -> None:
     """What the stand-in for a cache tells, added to the count of a batch, is the positions."""
     positions = torch.tensor([0, 1, 2, 5, 0, 1, 9])

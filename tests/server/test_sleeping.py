@@ -29,6 +29,7 @@ def test_a_server_sleeps_and_wakes_up(server: Any, level: int) -> None:
     before = server.ask("POST", "/v1/completions", body)[1]["choices"]
     assert server.ask("GET", "/is_sleeping") == (200, {"is_sleeping": False})
     assert refused("/sleep?level=3")[0] == 400
+    assert refused("/sleep?level=1&level=2")[0] == refused("/sleep", {"level": {}})[0] == 400
     assert refused("/sleep", key="sk-two")[0] == 401
     assert server.ask("POST", f"/sleep?level={level}&mode=wait", key=ADMIN)[0] == 200
     assert server.ask("GET", "/is_sleeping") == (200, {"is_sleeping": True})
@@ -39,9 +40,10 @@ def test_a_server_sleeps_and_wakes_up(server: Any, level: int) -> None:
     assert refused("/wake_up", {"tags": ["kv_cache", "cache"]})[0] == 400
     code, said = refused("/wake_up?tags=kv_cache")
     assert (code, "ask /wake_up?tags=weights first" in said) == (503, True)
-    assert server.ask("POST", "/wake_up?tags=weights", key=ADMIN)[0] == 200
+    assert server.ask("POST", "/wake_up?tags=weights", key=ADMIN) == (200, {"status": "sleeping"})
     assert refused("/v1/completions", body, "sk-two")[0] == 503
-    assert server.ask("POST", "/wake_up?tags=weights&tags=kv_cache", key=ADMIN)[0] == 200
+    both = "/wake_up?tags=weights&tags=kv_cache"
+    assert server.ask("POST", both, key=ADMIN) == (200, {"status": "awake"})
     assert server.ask("GET", "/is_sleeping") == (200, {"is_sleeping": False})
     assert server.ask("POST", "/v1/completions", body)[1]["choices"] == before
     assert server.ask("POST", "/sleep", {"level": level}, ADMIN)[0] == 200

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,41 @@ def test_a_model_that_is_right_for_one_whole_sequence_alone_is_found(
     with pytest.raises(AssertionError, match=r"(?s)WrongForCausalLM computes .*Pass metadata on"):
         assert_sharding_equivalent(wrong, configs)
     assert assert_sharding_equivalent(LlamaForCausalLM, configs) > 0
+
+
+class ScaledForCausalLM(LlamaForCausalLM):
+    """A model of any dtype whose logits have a scale in float32."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            super().__init__(config)
+        finally:
+            torch.set_default_dtype(before)
+        self.scale = nn.Parameter(torch.empty(1, device="meta", dtype=torch.float32))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (super().compute_logits(hidden) * self.scale).to(hidden.dtype)
+
+
+class OneSequenceForCausalLM(LlamaForCausalLM):
+    """A model that is for whole sequences only."""
+
+    def forward(self, ids, positions):
+        return super().forward(ids, positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_right_model_computes_batches_in_the_dtype_of_its_weights(dtype: torch.dtype) -> None:
+    """A parameter of the model itself comes first, and may have another dtype than its layers."""
+    configs = model_configs(LlamaForCausalLM)
+    assert assert_sharding_equivalent(ScaledForCausalLM, configs, dtype) > 0
+
+
+def test_a_model_without_metadata_computes_no_batches() -> None:
+    """No engine can call it, and it is loaded and cut as others are."""
+    assert assert_sharding_equivalent(OneSequenceForCausalLM, model_configs(LlamaForCausalLM)) > 0
 
 
 class Refusing(vLLMModule):
@@ -381,6 +417,19 @@ def test_an_attribute_that_is_computed_in_other_memory_is_found() -> None:
     """A captured CUDA graph would read the tensor that a load has replaced."""
     with pytest.raises(AssertionError, match="doubled moved after a reload"):
         assert_reload_in_place(Doubling, width=4)
+
+
+class Sparse(RMSNorm):
+    """A norm with a constant that has no address."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.constant = torch.eye(width).to_sparse()
+
+
+def test_an_attribute_without_an_address_does_not_move() -> None:
+    """A sparse tensor is in the memory of others, and has no pointer of its own."""
+    assert assert_reload_in_place(Sparse, 4, inputs=x) > 0
 
 
 class Hoarding(RMSNorm):

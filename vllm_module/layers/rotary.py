@@ -136,11 +136,16 @@ class RotaryEmbedding(vLLMModule):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move the frequencies, but never cast them: rounded ones turn far positions wrongly."""
+        """Cast and move the other tensors, but only move the frequencies.
+
+        Rounded ones turn far positions wrongly.
+        """
+        frequencies = self.inv_freq
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             new = fn(tensor)
-            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+            is_cast = tensor is frequencies and new.dtype != tensor.dtype
+            return tensor.to(new.device) if is_cast else new
 
         return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
 

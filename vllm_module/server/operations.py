@@ -15,7 +15,10 @@ from vllm_module.server.protocol import Body
 from vllm_module.server.state import State
 from vllm_module.weights.update_file import open_update
 
-_LEVELS = {"1": 1, "2": 2}
+
+def _level(given: Any) -> Any:
+    """Return the level that a text names; anything else as it is."""
+    return {"1": 1, "2": 2}.get(given, given) if isinstance(given, str) else given
 
 
 class PauseBody(Body):
@@ -28,7 +31,7 @@ class PauseBody(Body):
 class SleepBody(Body):
     """The body of /sleep; in a query, the level is a text."""
 
-    level: Annotated[Literal[1, 2], BeforeValidator(lambda level: _LEVELS.get(level, level))] = 1
+    level: Annotated[Literal[1, 2], BeforeValidator(_level)] = 1
     mode: Literal["abort", "wait"] = "abort"
 
 
@@ -160,8 +163,9 @@ async def sleep(state: State, body: SleepBody) -> dict[str, Any]:
 
 async def wake_up(state: State, body: WakeBody) -> dict[str, Any]:
     """Wake up with weights, cache or both; see :meth:`~vllm_module.LLM.wake_up`."""
-    await state.engine().wake_up(body.tags)
-    return {"status": "awake"}
+    engine = state.engine()
+    await engine.wake_up(body.tags)
+    return {"status": "sleeping" if engine.is_sleeping else "awake"}  # weights or cache may
 
 
 async def is_sleeping(state: State, body: Body) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, wraps
@@ -241,9 +242,15 @@ class Case:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether the module is a causal language model that the engine can call."""
+        """Whether the module is a causal language model that takes metadata, as in an engine."""
         module: Any = self.whole
-        return self._inputs is None and hasattr(module, "compute_logits")
+        if self._inputs is not None or not hasattr(module, "compute_logits"):
+            return False
+        try:
+            inspect.signature(module.forward).bind("input_ids", "positions", "metadata")
+        except TypeError:  # it has other arguments
+            return False
+        return True
 
     def run(self, module: Any) -> list[Any]:
         """Run a loaded module; return its outputs, or a language model's logits, as a flat list."""

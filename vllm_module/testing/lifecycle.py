@@ -304,7 +304,7 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _tensors(module)
     for path, each in module.named_modules():
         for name, value in vars(each).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:  # has an address
                 yield f"{path}.{name}".lstrip("."), value
 
 

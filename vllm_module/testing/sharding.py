@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice, product
 from traceback import walk_tb
@@ -33,8 +34,9 @@ def assert_sharding_equivalent(case: Case) -> None:
     nothing is left out. A tensor that a conversion changes, for example by quantizing, is within
     the conversion's error bound. If the module has a ``forward``, every rank's outputs are those of
     the unsharded module up to the order of sums, or approximately if a conversion's bits depend on
-    the cut. A causal language model whose weights are kept as they are computes sequences of one
-    batch, in steps and with a KV cache, as it computes each of them alone and at once.
+    the cut. A causal language model that takes metadata, and whose weights are kept as they are,
+    computes sequences of one batch, in steps and with a KV cache, as it computes each of them alone
+    and at once.
     """
     size, whole, tensors = case.size, case.build(), case.tensors
     same_weights = assert_covers(case)
@@ -68,9 +70,18 @@ def assert_sharding_equivalent(case: Case) -> None:
 
 
 def _assert_batches(module: Any) -> None:
-    """Check that a loaded language model computes a batch as it computes its sequences alone."""
+    """Check that a loaded language model computes a batch as it computes its sequences alone.
+
+    The KV cache has the dtype that most weights have. An engine has none in float64.
+    """
+    counts = Counter[torch.dtype]()
+    for each in module.parameters():
+        counts[each.dtype] += each.numel() * (each.dtype in _TOLERANCES)
+    (dtype, _), *_ = counts.most_common()
+    if dtype == torch.float64:
+        return
     try:
-        check(module, next(module.parameters()).dtype, module.config.vocab_size)
+        check(module, dtype, module.config.vocab_size)
     except UnsupportedModelError as error:
         raise AssertionError(
             f"{error}\nPass metadata on to every layer with a KV cache, take the positions that "

@@ -19,6 +19,9 @@ from vllm_module.wrapped.probe import probe_of, run_on_meta
 TOKENS = 61  # length of the sequence; a prime, so that no number of heads or features is equal
 # Functions that take only the shape, dtype or device of their second tensor.
 _LIKE = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+# Functions that read rows of their first tensor, and those that write their last tensor to them.
+_READ_ROWS = frozenset(("__getitem__", "index_select", "gather", "take_along_dim"))
+_WRITE_ROWS = frozenset(("__setitem__", "index_add_", "index_copy_", "index_put_", "scatter_add_"))
 
 
 class EarlierTokens:
@@ -72,10 +75,12 @@ class Counting(TorchFunctionMode):
             if output.shape == (TOKENS,):
                 self._counted[id(output)] = output
             return output
-        given = _tensors((args, kwargs))
+        given = _tensors((args, kwargs)) if self._counted else []
         if not any(id(each) in self._counted for each in given):
             return output
         name = str(getattr(func, "__name__", ""))
+        if self._chooses_rows(name, given):
+            return output
         others = [each for each in given if id(each) not in self._counted and each.ndim]
         if name in _LIKE or not others:
             counted = {id(each): each for each in _tensors(output) if TOKENS in each.shape}
@@ -83,6 +88,12 @@ class Counting(TorchFunctionMode):
         elif not any(each is self._right for each in others):
             self.function = self.function or name
         return output
+
+    def _chooses_rows(self, name: str, given: list[torch.Tensor]) -> bool:
+        """Return whether counted positions only choose rows, where each token has its own."""
+        values = given[:1] if name in _READ_ROWS else [given[0], given[-1]]
+        is_row = name in _READ_ROWS or name in _WRITE_ROWS
+        return is_row and TOKENS in given[0].shape and not self._counted.keys() & map(id, values)
 
 
 def counts_positions(model: Any, part: Any, counting: Counting) -> bool:
