@@ -155,7 +155,7 @@ def test_only_a_whole_checkpoint_repairs_weights_of_other_digests(
             with pytest.raises(WeightLoadError):
                 llm.update_weights(refused)
         for tags in (["kv_cache"] if level else None, None):
-            with pytest.raises(ModelNotReadyError, match="repairs no update.* not have the digest"):
+            with pytest.raises(ModelNotReadyError, match=r"repairs no update.* the digests"):
                 llm.wake_up(tags)
         with pytest.raises(ModelNotReadyError, match="an update of the weights failed"):
             llm.generate("fox", greedy(5), False)

@@ -80,6 +80,22 @@ def test_a_proxy_that_is_not_valid_is_refused(
     assert "correct http_proxy" in refused("http://inside.invalid/model")
 
 
+@pytest.mark.parametrize("entry", ["inside.invalid:81", "inside.invalid", ".invalid:81", "*"])
+@pytest.mark.parametrize("port", [80, 81, 8181])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_an_entry_of_no_proxy_may_have_a_port(
+    monkeypatch: pytest.MonkeyPatch, entry: str, port: int, scheme: str
+) -> None:
+    """The proxy, which would see a token, is asked where urllib asks it."""
+    proxy = "http://proxy.invalid:8080"
+    monkeypatch.setenv(f"{scheme}_proxy", proxy)
+    monkeypatch.setenv("no_proxy", entry)
+    theirs = urllib.request.Request(f"{scheme}://inside.invalid:{port}/model")
+    urllib.request.ProxyHandler().proxy_open(theirs, proxy, scheme)
+    opened = HttpConnection.to(urlsplit(f"{scheme}://inside.invalid:{port}/model")).opened
+    assert f"{opened.host}:{opened.port}" == theirs.host
+
+
 def test_an_address_of_ipv6_needs_no_port(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last number is not one; a tunnel through a proxy leads there too."""
     for scheme, port in (("http", 80), ("https", 443)):

@@ -104,7 +104,8 @@ class HttpConnection(NamedTuple):
         This host's own address is reached without one.
         """
         host, secure = url.hostname or "", url.scheme == "https"
-        direct = host == "127.0.0.1" or proxy_bypass(host)
+        # Entries of no_proxy may have ports.
+        direct = host == "127.0.0.1" or proxy_bypass(host) or proxy_bypass(url.netloc)
         proxy = None if direct else getproxies().get(url.scheme)
         if proxy is None:
             return HttpConnection(_opened(host, url.port, host if secure else None))
