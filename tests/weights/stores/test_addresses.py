@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import re
 import runpy
 import shutil
 import sys
+import threading
 import urllib.request
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +23,10 @@ from vllm_module import ModelConfig
 from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.source import find_source
+from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.http_connection import HttpConnection
+from vllm_module.weights.stores.place import parse
+from vllm_module.weights.stores.store import Store
 
 # Pytest's importlib mode has no imports between test files.
 STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
@@ -78,6 +85,53 @@ def test_a_proxy_that_is_not_valid_is_refused(
     monkeypatch.setenv("http_proxy", proxy)
     monkeypatch.setenv("no_proxy", "")
     assert "correct http_proxy" in refused("http://inside.invalid/model")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (407, "proxy asks for a user name and password.* set {0}_proxy=http://user:password@"),
+        (403, "403 .*{1}"),
+    ],
+)
+def test_a_proxy_that_refuses_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, status: int, advice: str
+) -> None:
+    """The password that it asks for is not the server's, and another try would be refused, too."""
+    asked = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_CONNECT(self) -> None:
+            self.do_GET()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.01,)).start()
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://me:HIDDEN@127.0.0.1:{proxy.server_port}")
+        monkeypatch.setenv("no_proxy", "")
+        place = parse(f"{scheme}://inside.invalid/m")
+        try:
+            # Without time for a second try, what may succeed later is another error.
+            with (
+                closing(Store(place, web_client(place), patience=0.0)) as store,
+                pytest.raises(CheckpointFormatError) as error,
+            ):
+                store.fetch("config.json", 10)
+        finally:
+            proxy.shutdown()
+    wanted = advice.format(scheme, "no_proxy" if scheme == "https" else "netrc")
+    assert re.search(wanted, str(error.value))
+    assert "HIDDEN" not in str(error.value)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("entry", ["inside.invalid:81", "inside.invalid", ".invalid:81", "*"])

@@ -34,6 +34,7 @@ from vllm_module.weights.stores.http_connection import (
     HttpRequest,
     basic,
     failures_as_busy,
+    proxy_asks,
 )
 from vllm_module.weights.stores.place import REPLICA, TOKEN, Place
 
@@ -281,7 +282,9 @@ class HttpClient:
         said = f"the server answers {status} ({printable_name(answer.reason or 'no reason')})"
         if status in _BUSY:
             raise BusyError(said, _seconds(answer.headers["Retry-After"]))
-        if status in (401, 403, 407):
+        if status == 407:
+            raise ForbiddenError(f"{said}: {proxy_asks('http')}")
+        if status in (401, 403):
             raise ForbiddenError(f"{said}: no access; set {self._place.credentials}")
         if status in (404, 410):
             raise MissingError(f"{said}: there is no such file; check the URL")
