@@ -150,6 +150,20 @@ def test_an_entry_of_no_proxy_may_have_a_port(
     assert f"{opened.host}:{opened.port}" == theirs.host
 
 
+def test_a_token_that_no_header_can_have_is_not_shown(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line ends of the file that a token was read from are no part of it."""
+    url = web(server).replace("http://", "replica://")
+    for token in ("HIDDEN\nof mine", "HIDDEN\u00e9", "HIDDEN\u65e5"):
+        monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", token)
+        assert "cannot be sent: correct VLLM_MODULE_REPLICA_TOKEN" in refused(url)
+    assert not server.requests
+    monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", "of mine\r\n")
+    find_source(url)
+    assert {headers["Authorization"] for _, headers in server.requests} == {"Bearer of mine"}
+
+
 def test_an_address_of_ipv6_needs_no_port(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last number is not one; a tunnel through a proxy leads there too."""
     for scheme, port in (("http", 80), ("https", 443)):

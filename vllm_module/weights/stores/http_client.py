@@ -232,6 +232,11 @@ class HttpClient:
             "User-Agent": f"vllm-module/{__version__}",
         } | headers
         if authorization := self._authorization(url):
+            if not (authorization.isascii() and authorization.isprintable()):
+                raise ForbiddenError(  # the error of http.client would show it
+                    "a token with line ends, or characters beyond ASCII, cannot be sent: correct "
+                    f"{self._place.credentials}"
+                )
             headers["Authorization"] = authorization
         while True:
             with self._lock:
@@ -328,7 +333,7 @@ def web_client(place: Place, replica_token: str | None = None) -> HttpClient:
             return None
         if is_replica:
             token = os.environ.get(TOKEN, "") if replica_token is None else replica_token
-            return f"Bearer {token}"
+            return "Bearer " + token.rstrip("\r\n")  # of a file that it was read from
         try:
             found = netrc.netrc().authenticators(url.hostname or "")
         except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
