@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h11
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
@@ -166,6 +167,19 @@ def test_a_signature_in_an_error_of_the_hub_is_not_shown(monkeypatch) -> None:
     assert not any(secret in str(refused.value) for secret in ("SIG", "abc", "u:pw"))
     assert refused.value.__suppress_context__
     assert refused.value.__cause__ is None
+
+
+def test_a_token_that_no_header_can_have_is_not_shown(monkeypatch) -> None:
+    """The library below huggingface_hub shows the header."""
+
+    def fail(*_: object, token: str, **__: object) -> str:
+        headers = [("Host", "hub"), ("Authorization", f"Bearer {token}")]
+        raise AssertionError(h11.Request(method="GET", target="/", headers=headers))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointFormatError, match="Illegal header value") as refused:
+        resolve("owner/name", None, token="hf_SIG\n")
+    assert "SIG" not in str(refused.value)
 
 
 def hub_error(kind: type[Exception]) -> Exception:

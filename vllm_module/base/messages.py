@@ -52,8 +52,10 @@ def printable(text: str | PathLike[str]) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-# Parts of a library's message that may be secret: the query of a signed URL, and keys.
-_SECRET = re.compile(r"\?\S+|(?<=//)[^/\s@]+@|(?i:signature|credential|token|key)=\S+")
+# Parts of a library's message that may be secret: the query of a signed URL, keys, and tokens.
+_SECRET = re.compile(
+    r"\?\S+|(?<=//)[^/\s@]+@|(?i:signature|credential|token|key)=\S+|(?i:bearer|basic) [^\s']+"
+)
 
 
 def without_secrets(text: str) -> str:

@@ -236,20 +236,19 @@ class WeightMethods:
         with self._changing():
             self.executor.check()
             asleep = self.executor.sleeping
-            if asleep:
-                wanted = asleep.intersection(SLEEPING if tags is None else tags)
-                if wanted == {"kv_cache"} and "weights" in asleep:
-                    raise ModelNotReadyError(
-                        "the weights sleep, and the KV cache wakes up after them: wake_up(tags="
-                        "['weights']) first, and send their update if they were dropped"
-                    )
-                if wanted:
-                    self._change("waking up", self.executor.wake_up, wanted)
-            elif self.executor.refusal is not None:
+            wanted = asleep.intersection(SLEEPING if tags is None else tags)
+            if wanted == {"kv_cache"} and "weights" in asleep:
+                raise ModelNotReadyError(
+                    "the weights sleep, and the KV cache wakes up after them: wake_up(tags="
+                    "['weights']) first, and send their update if they were dropped"
+                )
+            if self.executor.refusal is not None and (wanted == {"kv_cache"} or not asleep):
                 raise ModelNotReadyError(
                     "waking up repairs no update: update_weights with a whole checkpoint, or "
                     f"reload_weights(): {self.executor.refusal}"
                 )
+            if wanted:
+                self._change("waking up", self.executor.wake_up, wanted)
 
     def reload_weights(self) -> None:
         """Load the weights in the model's folder again, as they are now.

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_module import LLM, WeightLoadError
-from vllm_module.errors import ModelNotReadyError
+from vllm_module.errors import ModelNotReadyError, WeightReadError
 from vllm_module.weights import open_checkpoint
 
 # Pytest's importlib mode has no imports between test files.
@@ -133,6 +133,34 @@ def test_an_interrupted_update_is_repaired_by_reloading_or_a_whole_update(
         llm.update_weights({"model.norm.weight": state["model.norm.weight"].flip(0)})
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids != before
         llm.reload_weights()  # the checkpoint as it is on disk, though nothing slept
+        assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_only_a_whole_checkpoint_repairs_weights_of_other_digests(
+    folder: Path, theirs: Any, level: int
+) -> None:
+    """Neither the KV cache that wakes up nor an update that is refused lets them run."""
+    state = theirs.state_dict()
+    other = {**state, "lm_head.weight": state["lm_head.weight"].flip(0)}
+    with LLM(folder, **SMALL) as llm:
+        before = llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids
+        if level:
+            llm.sleep(level)
+            llm.wake_up(["weights"])
+        with pytest.raises(WeightReadError, match=r"not have the digests .* model\.norm\.weight"):
+            llm.update_weights(other, digests={"model.norm.weight": "0" * 32})
+        part = {"model.norm.weight": state["model.norm.weight"]}
+        for refused in ({**state, "no.weight": state["lm_head.weight"]}, part):
+            with pytest.raises(WeightLoadError):
+                llm.update_weights(refused)
+        for tags in (["kv_cache"] if level else None, None):
+            with pytest.raises(ModelNotReadyError, match=r"repairs no update.* the digests"):
+                llm.wake_up(tags)
+        with pytest.raises(ModelNotReadyError, match="an update of the weights failed"):
+            llm.generate("fox", greedy(5), False)
+        llm.update_weights(state)
+        llm.wake_up()
         assert llm.generate("fox", greedy(5), False)[0].outputs[0].token_ids == before
 
 

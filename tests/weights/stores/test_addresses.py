@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import re
 import runpy
 import shutil
 import sys
+import threading
 import urllib.request
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +23,10 @@ from vllm_module import ModelConfig
 from vllm_module.build.model_source import ModelSource
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.weights.source import find_source
+from vllm_module.weights.stores.http_client import web_client
 from vllm_module.weights.stores.http_connection import HttpConnection
+from vllm_module.weights.stores.place import parse
+from vllm_module.weights.stores.store import Store
 
 # Pytest's importlib mode has no imports between test files.
 STORES: Any = runpy.run_path(str(Path(__file__).with_name("served.py")))
@@ -78,6 +85,83 @@ def test_a_proxy_that_is_not_valid_is_refused(
     monkeypatch.setenv("http_proxy", proxy)
     monkeypatch.setenv("no_proxy", "")
     assert "correct http_proxy" in refused("http://inside.invalid/model")
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (407, "proxy asks for a user name and password.* set {0}_proxy=http://user:password@"),
+        (403, "403 .*{1}"),
+    ],
+)
+def test_a_proxy_that_refuses_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, status: int, advice: str
+) -> None:
+    """The password that it asks for is not the server's, and another try would be refused, too."""
+    asked = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_CONNECT(self) -> None:
+            self.do_GET()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.01,)).start()
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://me:HIDDEN@127.0.0.1:{proxy.server_port}")
+        monkeypatch.setenv("no_proxy", "")
+        place = parse(f"{scheme}://inside.invalid/m")
+        try:
+            # Without time for a second try, what may succeed later is another error.
+            with (
+                closing(Store(place, web_client(place), patience=0.0)) as store,
+                pytest.raises(CheckpointFormatError) as error,
+            ):
+                store.fetch("config.json", 10)
+        finally:
+            proxy.shutdown()
+    wanted = advice.format(scheme, "no_proxy" if scheme == "https" else "netrc")
+    assert re.search(wanted, str(error.value))
+    assert "HIDDEN" not in str(error.value)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("entry", ["inside.invalid:81", "inside.invalid", ".invalid:81", "*"])
+@pytest.mark.parametrize("port", [80, 81, 8181])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_an_entry_of_no_proxy_may_have_a_port(
+    monkeypatch: pytest.MonkeyPatch, entry: str, port: int, scheme: str
+) -> None:
+    """The proxy, which would see a token, is asked where urllib asks it."""
+    proxy = "http://proxy.invalid:8080"
+    monkeypatch.setenv(f"{scheme}_proxy", proxy)
+    monkeypatch.setenv("no_proxy", entry)
+    theirs = urllib.request.Request(f"{scheme}://inside.invalid:{port}/model")
+    urllib.request.ProxyHandler().proxy_open(theirs, proxy, scheme)
+    opened = HttpConnection.to(urlsplit(f"{scheme}://inside.invalid:{port}/model")).opened
+    assert f"{opened.host}:{opened.port}" == theirs.host
+
+
+def test_a_token_that_no_header_can_have_is_not_shown(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line ends of the file that a token was read from are no part of it."""
+    url = web(server).replace("http://", "replica://")
+    for token in ("HIDDEN\nof mine", "HIDDEN\u00e9", "HIDDEN\u65e5"):
+        monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", token)
+        assert "cannot be sent: correct VLLM_MODULE_REPLICA_TOKEN" in refused(url)
+    assert not server.requests
+    monkeypatch.setenv("VLLM_MODULE_REPLICA_TOKEN", "of mine\r\n")
+    find_source(url)
+    assert {headers["Authorization"] for _, headers in server.requests} == {"Bearer of mine"}
 
 
 def test_an_address_of_ipv6_needs_no_port(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,9 +239,10 @@ class WeightChanges:
         except BaseException:
             if self._closed is None:
                 states = self._everywhere("weights_state")
-                self.refusal = next((why for why, _ in states if why is not None), None)
-                if self.refusal is None and len({took for _, took in states}) > 1:
-                    self.refusal = "some ranks took an update of the weights that others refused"
+                why = next((why for why, _ in states if why is not None), None)
+                if why is None and len({took for _, took in states}) > 1:
+                    why = "some ranks took an update of the weights that others refused"
+                self.refusal = why or self.refusal  # ranks do not know of wrong digests
             raise
         self.refusal = None
 

@@ -34,6 +34,7 @@ from vllm_module.weights.stores.http_connection import (
     HttpRequest,
     basic,
     failures_as_busy,
+    proxy_asks,
 )
 from vllm_module.weights.stores.place import REPLICA, TOKEN, Place
 
@@ -231,6 +232,11 @@ class HttpClient:
             "User-Agent": f"vllm-module/{__version__}",
         } | headers
         if authorization := self._authorization(url):
+            if not (authorization.isascii() and authorization.isprintable()):
+                raise ForbiddenError(  # the error of http.client would show it
+                    "a token with line ends, or characters beyond ASCII, cannot be sent: correct "
+                    f"{self._place.credentials}"
+                )
             headers["Authorization"] = authorization
         while True:
             with self._lock:
@@ -281,7 +287,9 @@ class HttpClient:
         said = f"the server answers {status} ({printable_name(answer.reason or 'no reason')})"
         if status in _BUSY:
             raise BusyError(said, _seconds(answer.headers["Retry-After"]))
-        if status in (401, 403, 407):
+        if status == 407:
+            raise ForbiddenError(f"{said}: {proxy_asks('http')}")
+        if status in (401, 403):
             raise ForbiddenError(f"{said}: no access; set {self._place.credentials}")
         if status in (404, 410):
             raise MissingError(f"{said}: there is no such file; check the URL")
@@ -325,7 +333,7 @@ def web_client(place: Place, replica_token: str | None = None) -> HttpClient:
             return None
         if is_replica:
             token = os.environ.get(TOKEN, "") if replica_token is None else replica_token
-            return f"Bearer {token}"
+            return "Bearer " + token.rstrip("\r\n")  # of a file that it was read from
         try:
             found = netrc.netrc().authenticators(url.hostname or "")
         except (OSError, UnicodeDecodeError, netrc.NetrcParseError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import re
 import socket
 import ssl
 import threading
@@ -14,9 +15,11 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from vllm_module.base.messages import printable_name
-from vllm_module.weights.stores.client import BusyError, RefusedError
+from vllm_module.weights.stores.client import BusyError, ForbiddenError, RefusedError
 
 _STALL_SECONDS = 30.0  # without a byte
+_TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)")  # http.client's words
+_AGAIN = ("408", "425", "429")  # after which a client may ask again
 _REQUEST_SECONDS = 300.0  # of one request with its redirects, however slowly its bytes come
 
 
@@ -104,7 +107,8 @@ class HttpConnection(NamedTuple):
         This host's own address is reached without one.
         """
         host, secure = url.hostname or "", url.scheme == "https"
-        direct = host == "127.0.0.1" or proxy_bypass(host)
+        # Entries of no_proxy may have ports.
+        direct = host == "127.0.0.1" or proxy_bypass(host) or proxy_bypass(url.netloc)
         proxy = None if direct else getproxies().get(url.scheme)
         if proxy is None:
             return HttpConnection(_opened(host, url.port, host if secure else None))
@@ -160,9 +164,21 @@ def failures_as_busy(*, final: bool = False) -> Iterator[None]:
     except (OSError, http.client.HTTPException) as error:
         reason = printable_name(str(error)) or "the connection ended"
         reason = f"the connection failed ({type(error).__name__}: {reason})"
+        if (tunnel := _TUNNEL.match(str(error))) is not None and tunnel[1] not in _AGAIN:
+            advice = "the proxy lets no request through to this host: name it in no_proxy"
+            advice = proxy_asks("https") if tunnel[1] == "407" else advice
+            raise ForbiddenError(f"{reason}: {advice}") from None
         if final and isinstance(error, (socket.gaierror, ConnectionRefusedError)):
             raise RefusedError(f"{reason}; check the URL and the network") from None
         raise BusyError(reason) from None
+
+
+def proxy_asks(scheme: str) -> str:
+    """Return what to do where a proxy for URLs of this scheme answers 407."""
+    return (
+        "the proxy asks for a user name and password, or for others: set "
+        f"{scheme}_proxy=http://user:password@host:port"
+    )
 
 
 def basic(user: str, password: str) -> str:
