@@ -22,7 +22,7 @@ from compressed_tensors.compressors import (
 from compressed_tensors.quantization import QuantizationConfig as Schema
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompressedTensorsConfig
 
 from vllm_module import ModelConfig, QuantizationConfig, get_model
 from vllm_module.export.compressed import _undone, convert
@@ -245,6 +245,49 @@ def test_what_is_not_quantized_is_copied(
     assert strategies["channel"]["targets"] == ["Linear"] or len(strategies) == 2
     assert (folder / "tokenizer.json").exists()
     assert "lm_head" in entries(converted("tied, per tensor")[1])["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_channel", "int4_per_group"])
+def test_what_the_model_skips_is_copied(tmp_path: Path, scheme: Any) -> None:
+    """transformers' model has a pooler, which embeddings do not need: it finds the original's."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("bert", **sizes, intermediate_size=128, vocab_size=32)
+    original = AutoModel.from_config(config)
+    original.save_pretrained(tmp_path / "base")
+    quantization = QuantizationConfig(scheme=scheme, group_size=32)
+    convert(ModelConfig(model=str(tmp_path / "base"), quantization=quantization), tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs, report = AutoModel.from_pretrained(
+            tmp_path / "out",
+            dtype=torch.float32,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    assert not report["missing_keys"]
+    assert torch.equal(theirs.pooler.dense.weight, original.pooler.dense.weight)
+    assert torch.equal(theirs.pooler.dense.bias, original.pooler.dense.bias)
+
+
+def test_layers_that_predict_further_tokens_are_copied(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Other engines speculate with them; they are listed as not quantized."""
+    base, further = tmp_path / "base", "model.layers.2"
+    shutil.copytree(checkpoint("deepseek-v3"), base)
+    tensors = stored(base)
+    further_tensors = {
+        f"{further}.eh_proj.weight": torch.rand(64, 128).bfloat16(),
+        f"{further}.enorm.weight": torch.rand(64).bfloat16(),
+    }
+    save_file(tensors | further_tensors, base / "model.safetensors", {"format": "pt"})
+    described = entries(base) | {"num_nextn_predict_layers": 1, "num_hidden_layers": 2}
+    (base / "config.json").write_text(json.dumps(described))
+    convert(ModelConfig(model=str(base), quantization="fp8_per_channel"), tmp_path / "out")
+    found, ignored = stored(tmp_path / "out"), entries(tmp_path / "out")["quantization_config"]
+    assert all(torch.equal(found[name], each) for name, each in further_tensors.items())
+    assert f"{further}.eh_proj" in ignored["ignore"]
+    assert f"{further}.enorm" not in ignored["ignore"]
 
 
 def test_files_have_an_index_and_can_be_mapped(
