@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
+import torch
 from torch import nn
 
 from vllm_module.base.messages import shorten
@@ -51,6 +52,7 @@ class Rules:
         kv_scales: what the checkpoint calls the scales for keys and for values, relative to the
             module that has the attention layer; ``None`` if it has none.
         kv_scales_are_optional: whether it may lack both of a layer, which are 1 then.
+        experts_may_be_plain: whether experts may be stored in full precision, without a word of it.
         joined: returns the method of a fused layer whose slots have different ones, ``None`` if
             there is none. Without it there never is one.
 
@@ -60,6 +62,7 @@ class Rules:
     demanded: tuple[str, ...] = ()
     kv_scales: tuple[str, str] | None = None
     kv_scales_are_optional: bool = False
+    experts_may_be_plain: bool = False
     # Not among what ranks compare: it is a function, and follows from the format.
     joined: Callable[[Mapping[str, object]], QuantizeMethod | None] | None = field(
         default=None, repr=False
@@ -81,6 +84,16 @@ class Rules:
         for _, target in self._others:
             checked_target(target)
         return self
+
+    def for_experts(self, dtypes: Mapping[str, torch.dtype]) -> Rules:
+        """Return the rules for a checkpoint whose tensors have these dtypes, by name.
+
+        Its experts are in full precision if none of their tensors has integers.
+        """
+        experts = [dtype for name, dtype in dtypes.items() if ".experts." in name]
+        if not experts or not all(dtype.is_floating_point for dtype in experts):
+            return self
+        return replace(self, rules=(("experts", None), *self.rules))
 
     def rule_of(self, name: str, fused: str = "", spellings: Iterable[str] = ()) -> Rule:
         """Return the rule for the layer that a checkpoint calls ``name``.
