@@ -101,7 +101,9 @@ def convert(
         with new_folder(Path(os.path.expanduser(out))) as folder:
             copy_small_files(source.folder, folder)
             entries = read_entries(source.folder, config.hf_overrides)
-            entries["quantization_config"] = quantization_config(layers, ignored)
+            whole = all(each.whole_blocks for each in quantized)
+            described = quantization_config(layers, ignored, whole_blocks=whole)
+            entries["quantization_config"] = described
             write_json(folder / "config.json", entries)
             written = write_units(folder, units, file_bytes, on_tensors)
         return Converted(plan.report, tuple(layers), checkpoint.bytes_read, written)
@@ -123,6 +125,14 @@ class _Layer(NamedTuple):
     stored_as: compressed_config.Stored
     pairs: list[tuple[str, Weight]]
     names: dict[str, str]
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether the inputs are whole blocks, if the weight has blocks."""
+        method = self.stored_as
+        if not isinstance(method, Scheme) or method.strategy != "block":
+            return True
+        return self.layer.input.size % method.block[1] == 0
 
     @property
     def tensors(self) -> dict[str, Stored]:
