@@ -33,8 +33,8 @@ from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
 # Pytest's importlib mode has no imports between test files.
 CONVERTING: Any = runpy.run_path(str(Path(__file__).with_name("converting.py")))
-FILE_BYTES, CASES, stored, entries, converted = (
-    CONVERTING[name] for name in ("FILE_BYTES", "CASES", "stored", "entries", "converted")
+FILE_BYTES, CASES, BLOCKS, stored, entries, converted = (
+    CONVERTING[name] for name in ("FILE_BYTES", "CASES", "BLOCKS", "stored", "entries", "converted")
 )
 
 
@@ -242,6 +242,39 @@ def test_slots_that_a_checkpoint_stores_as_one_are_written_apart(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name].float(), tensor.float()), name
+
+
+@pytest.mark.parametrize(
+    ("scheme", "is_read"),
+    [
+        ("fp8_per_tensor", True),
+        ("fp8_per_channel", True),
+        ("fp8_per_block", False),
+        ("int8_per_channel_weight_only", False),
+        ("int4_per_group", True),
+    ],
+)
+def test_what_transformers_reads_of_experts(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, is_read: bool
+) -> None:
+    """It computes our logits or refuses the folder, as docs/checkpoints.md says."""
+    asked = QuantizationConfig(scheme=scheme, group_size=8, weight_block_size=(4, 4))
+    folder, ids = tmp_path / "out", torch.arange(3, 48, 5)
+    convert(ModelConfig(model=str(checkpoint("mixtral")), quantization=asked), folder)
+    how: Any = {"dtype": torch.float32, "output_loading_info": True}
+    how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if not is_read:
+            with pytest.raises(RuntimeError, match="conversion of the weights"):
+                AutoModelForCausalLM.from_pretrained(folder, **how)
+            return
+        theirs, report = AutoModelForCausalLM.from_pretrained(folder, **how)
+        wanted = theirs(ids[None]).logits[0]
+        ours: Any = get_model(model_config=ModelConfig(model=str(folder), dtype="float32"))
+        logits = ours.compute_logits(ours(ids, torch.arange(len(ids))))
+    assert not report["missing_keys"]
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_what_is_not_quantized_is_copied(
