@@ -245,20 +245,22 @@ def test_slots_that_a_checkpoint_stores_as_one_are_written_apart(
 
 
 @pytest.mark.parametrize(
-    ("scheme", "is_read"),
+    ("scheme", "ignored", "is_read"),
     [
-        ("fp8_per_tensor", True),
-        ("fp8_per_channel", True),
-        ("fp8_per_block", False),
-        ("int8_per_channel_weight_only", False),
-        ("int4_per_group", True),
+        ("fp8_per_tensor", "lm_head", True),
+        ("fp8_per_channel", "lm_head", True),
+        ("fp8_per_block", "lm_head", False),
+        ("int8_per_channel_weight_only", "lm_head", False),
+        ("int4_per_group", "lm_head", True),
+        ("int4_per_group", "experts", False),
     ],
 )
 def test_what_transformers_reads_of_experts(
-    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, is_read: bool
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, ignored: str, is_read: bool
 ) -> None:
     """It computes our logits or refuses the folder, as docs/checkpoints.md says."""
-    asked = QuantizationConfig(scheme=scheme, group_size=8, weight_block_size=(4, 4))
+    sizes: Any = {"group_size": 8, "weight_block_size": (4, 4)}
+    asked = QuantizationConfig(scheme=scheme, ignore=("lm_head", ignored), **sizes)
     folder, ids = tmp_path / "out", torch.arange(3, 48, 5)
     convert(ModelConfig(model=str(checkpoint("mixtral")), quantization=asked), folder)
     how: Any = {"dtype": torch.float32, "output_loading_info": True}
