@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module.adapters import attach, detach, open_adapter
 from vllm_module.distributed import pipeline_parallel, run_ranks
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.layers.lora_rows import AdapterRows
 from vllm_module.layers.lora_slots import AdapterSlots
 
@@ -134,6 +134,29 @@ def test_experts_one_by_one(tuned: Callable[[str], Any], tmp_path: Path, ranks: 
         (tmp_path / "adapter_config.json").write_text(json.dumps(one))
         with pytest.raises(UnsupportedModelError, match="another scale than other experts"):
             attach(load_adapter(base, tmp_path), 0, AdapterRows())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("part", ["embed_tokens", "lm_head"])
+def test_copies_of_embeddings_that_have_no_adapter(tmp_path: Path, tied: bool, part: str) -> None:
+    """PEFT saves them on request, and after a vocabulary was resized; others are refused."""
+    entries = SUPPORT["_SIZES"] | {"tie_word_embeddings": tied, "model_type": "llama"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries)).eval()
+    model.save_pretrained(tmp_path / "base")
+    ids, folder = torch.arange(3, 48, 5), tmp_path / "adapter"
+    with torch.no_grad():
+        base_logits = model(ids[None]).logits[0]
+        peft_model = adapt(model, folder, target_modules=["q_proj", "down_proj"])
+        peft_model.save_pretrained(folder, save_embedding_layers=True)
+        logits = peft_model(ids[None]).logits[0]
+    stored = load_file(folder / "adapter_model.safetensors")
+    name = next((name for name in stored if name.endswith(f".{part}.weight")), None)
+    assert name is not None
+    assert_as_peft(Tuned(tmp_path / "base", folder, ids, base_logits, logits), 2)
+    changed = stored | {name: stored[name] + 1}
+    save_file(changed, folder / "adapter_model.safetensors")
+    with pytest.raises(WeightLoadError, match="another one than the base model's"):
+        load_adapter(load_base(tmp_path / "base"), folder)
 
 
 def test_an_update_is_in_place(tuned: Callable[[str], Any], tmp_path: Path) -> None:

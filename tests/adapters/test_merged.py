@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from vllm_module import ModelConfig
 from vllm_module.adapters import open_adapter
@@ -119,6 +119,23 @@ def test_the_new_checkpoint_is_of_the_configuration_that_was_merged(
         expected = theirs(input_ids=one.ids[None]).logits[0]
     logits = logits_of(load_base(tmp_path / "out"), one.ids)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_what_the_model_skips_is_kept(tmp_path: Path) -> None:
+    """A pooler, which embeddings do not need, is in PEFT's checkpoint and in ours."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("bert", **sizes, intermediate_size=32, vocab_size=32)
+    model = AutoModel.from_config(config)
+    model.save_pretrained(tmp_path / "base")
+    tuned = adapt(
+        model,
+        tmp_path / "adapter",
+        target_modules=["query", "dense"],
+        exclude_modules=["pooler.dense"],
+    )
+    tuned.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    got = merged(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_same(got, stored(tmp_path / "theirs"))
 
 
 def test_a_layer_that_is_named_by_its_parameter(

@@ -162,6 +162,11 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         rename("lm_head.base_layer", "head.base_layer"),
         r"head\.weight",
     ),
+    "two copies of the base's weight": (
+        "llama",
+        lambda tensors: tensors.update({"base_model.model.lm_head.weight": torch.ones(60, 32)}),
+        "two copies of a weight",
+    ),
     "nothing": ("qwen3", without(""), "lora_"),
     **{
         f"a copy of the base's {what}": (

@@ -22,7 +22,7 @@ from compressed_tensors.compressors import (
 from compressed_tensors.quantization import QuantizationConfig as Schema
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompressedTensorsConfig
 
 from vllm_module import ModelConfig, QuantizationConfig, get_model
 from vllm_module.export.compressed import _undone, convert
@@ -33,8 +33,8 @@ from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
 # Pytest's importlib mode has no imports between test files.
 CONVERTING: Any = runpy.run_path(str(Path(__file__).with_name("converting.py")))
-FILE_BYTES, CASES, stored, entries, converted = (
-    CONVERTING[name] for name in ("FILE_BYTES", "CASES", "stored", "entries", "converted")
+FILE_BYTES, CASES, BLOCKS, stored, entries, converted = (
+    CONVERTING[name] for name in ("FILE_BYTES", "CASES", "BLOCKS", "stored", "entries", "converted")
 )
 
 
@@ -203,6 +203,23 @@ def test_inputs_have_a_scale_for_each_block_of_a_row(
     assert scales
 
 
+def test_inputs_that_end_inside_a_block_have_a_scale_for_each_token(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """compressed-tensors computes the logits; it does not divide 64 inputs into groups of 40."""
+    original = checkpoint("qwen2")
+    asked = QuantizationConfig(scheme="fp8_per_block", weight_block_size=(2, 40))
+    convert(ModelConfig(model=str(original), quantization=asked), tmp_path / "out")
+    ids = torch.arange(3, 48, 5)[None]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        theirs, full = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+            for folder in (tmp_path / "out", original)
+        )
+    assert (theirs - full).norm() < 0.3 * full.norm()
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_per_channel"])
 def test_slots_that_a_checkpoint_stores_as_one_are_written_apart(
     checkpoint: Callable[..., Path], tmp_path: Path, scheme: str
@@ -227,6 +244,41 @@ def test_slots_that_a_checkpoint_stores_as_one_are_written_apart(
         assert torch.equal(found[name].float(), tensor.float()), name
 
 
+@pytest.mark.parametrize(
+    ("scheme", "ignored", "is_read"),
+    [
+        ("fp8_per_tensor", "lm_head", True),
+        ("fp8_per_channel", "lm_head", True),
+        ("fp8_per_block", "lm_head", False),
+        ("int8_per_channel_weight_only", "lm_head", False),
+        ("int4_per_group", "lm_head", True),
+        ("int4_per_group", "experts", False),
+    ],
+)
+def test_what_transformers_reads_of_experts(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, ignored: str, is_read: bool
+) -> None:
+    """It computes our logits or refuses the folder, as docs/checkpoints.md says."""
+    sizes: Any = {"group_size": 8, "weight_block_size": (4, 4)}
+    asked = QuantizationConfig(scheme=scheme, ignore=("lm_head", ignored), **sizes)
+    folder, ids = tmp_path / "out", torch.arange(3, 48, 5)
+    convert(ModelConfig(model=str(checkpoint("mixtral")), quantization=asked), folder)
+    how: Any = {"dtype": torch.float32, "output_loading_info": True}
+    how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if not is_read:
+            with pytest.raises(RuntimeError, match="conversion of the weights"):
+                AutoModelForCausalLM.from_pretrained(folder, **how)
+            return
+        theirs, report = AutoModelForCausalLM.from_pretrained(folder, **how)
+        wanted = theirs(ids[None]).logits[0]
+        ours: Any = get_model(model_config=ModelConfig(model=str(folder), dtype="float32"))
+        logits = ours.compute_logits(ours(ids, torch.arange(len(ids))))
+    assert not report["missing_keys"]
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-3)
+
+
 def test_what_is_not_quantized_is_copied(
     converted: Callable[[str], tuple[Path, Path]],
 ) -> None:
@@ -245,6 +297,49 @@ def test_what_is_not_quantized_is_copied(
     assert strategies["channel"]["targets"] == ["Linear"] or len(strategies) == 2
     assert (folder / "tokenizer.json").exists()
     assert "lm_head" in entries(converted("tied, per tensor")[1])["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_channel", "int4_per_group"])
+def test_what_the_model_skips_is_copied(tmp_path: Path, scheme: Any) -> None:
+    """transformers' model has a pooler, which embeddings do not need: it finds the original's."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("bert", **sizes, intermediate_size=128, vocab_size=32)
+    original = AutoModel.from_config(config)
+    original.save_pretrained(tmp_path / "base")
+    quantization = QuantizationConfig(scheme=scheme, group_size=32)
+    convert(ModelConfig(model=str(tmp_path / "base"), quantization=quantization), tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs, report = AutoModel.from_pretrained(
+            tmp_path / "out",
+            dtype=torch.float32,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    assert not report["missing_keys"]
+    assert torch.equal(theirs.pooler.dense.weight, original.pooler.dense.weight)
+    assert torch.equal(theirs.pooler.dense.bias, original.pooler.dense.bias)
+
+
+def test_layers_that_predict_further_tokens_are_copied(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Other engines speculate with them; they are listed as not quantized."""
+    base, further = tmp_path / "base", "model.layers.2"
+    shutil.copytree(checkpoint("deepseek-v3"), base)
+    tensors = stored(base)
+    further_tensors = {
+        f"{further}.eh_proj.weight": torch.rand(64, 128).bfloat16(),
+        f"{further}.enorm.weight": torch.rand(64).bfloat16(),
+    }
+    save_file(tensors | further_tensors, base / "model.safetensors", {"format": "pt"})
+    described = entries(base) | {"num_nextn_predict_layers": 1, "num_hidden_layers": 2}
+    (base / "config.json").write_text(json.dumps(described))
+    convert(ModelConfig(model=str(base), quantization="fp8_per_channel"), tmp_path / "out")
+    found, ignored = stored(tmp_path / "out"), entries(tmp_path / "out")["quantization_config"]
+    assert all(torch.equal(found[name], each) for name, each in further_tensors.items())
+    assert f"{further}.eh_proj" in ignored["ignore"]
+    assert f"{further}.enorm" not in ignored["ignore"]
 
 
 def test_files_have_an_index_and_can_be_mapped(

@@ -352,3 +352,44 @@ def test_rows_of_zeros(kind: str, rows: Sequence[int]) -> None:
         layer.quantize(BitsAndBytes4BitMethod(quant_type, nested=kind.endswith("nested")))
     layer.load_weights(saved)
     torch.testing.assert_close(layer(torch.eye(64)).T, wide)
+
+
+SPARSE = bnb.TINY | {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_local_experts": 4}
+bnb.MODELS |= {
+    "qwen3_moe": {"model_type": "qwen3_moe", **SPARSE, "num_experts": 4},
+    "mixtral": {"model_type": "mixtral", **SPARSE},
+    "gpt_oss": {"model_type": "gpt_oss", **SPARSE, "layer_types": ["full_attention"]},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["nf4-nested", "int8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_that_transformers_does_not_quantize(
+    stored: Callable[..., Any], name: str, kind: str, size: int
+) -> None:
+    """They are no linear layers there, so they are stored in full precision, without a word."""
+    checkpoint = stored(name, kind)
+    assert checkpoint.config["quantization_config"]["llm_int8_skip_modules"] is None
+
+    def work(rank: int) -> None:
+        model = load(checkpoint.folder)
+        layers = {
+            n: each for n, each in model.named_modules() if isinstance(each, QuantizableLayer)
+        }
+        quantized = {path for path, layer in layers.items() if layer.is_quantized}
+        assert quantized == {f"{ATTENTION}.qkv_proj", f"{ATTENTION}.o_proj"}
+        got = logits(model, checkpoint.ids)
+        torch.testing.assert_close(got, checkpoint.logits, rtol=0, atol=1e-4)
+
+    run_ranks(size, work)
+
+
+def test_experts_that_are_stored_quantized() -> None:
+    """Files of before transformers 5 have a linear layer for each projection of each expert."""
+    name = "model.layers.0.mlp.experts.0.up_proj"
+    for codes in (torch.uint8, torch.int8):
+        rules = rules_for(None, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+        assert rules is not None
+        kept = rules.for_experts({f"{name}.weight": codes, f"{name}.bias": torch.float32})
+        assert kept == rules

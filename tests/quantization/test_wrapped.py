@@ -170,3 +170,14 @@ def test_other_methods_are_refused_by_name(
         ModelSource.find(
             ModelConfig(model=str(tmp_path), model_impl="transformers"), load_format="dummy"
         )
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4_per_group", "bitsandbytes"])
+def test_a_model_that_no_scheme_changes_is_refused(tmp_path: Path, scheme: Any) -> None:
+    """Falcon's linear layers are of a class of its own, and stayed in full precision unnoticed."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    config = transformers.AutoConfig.for_model("falcon", **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    get_model(model_config=ModelConfig(model=str(tmp_path)))
+    with pytest.raises(UnsupportedModelError, match=r"has no effect on .*FalconLinear"):
+        get_model(model_config=ModelConfig(model=str(tmp_path), quantization=scheme))

@@ -131,6 +131,9 @@ class ModelSource:
                 f"no dummy weights are made of the blocks in {printable(model.model)}: expected a "
                 "file of F32, F16 or BF16, or a config.json without the file"
             )
+        if rules is not None and rules.experts_may_be_plain and not is_dummy:
+            with open_weights(source) as checkpoint:
+                rules = rules.for_experts({name: each.dtype for name, each in checkpoint.items()})
         dtype = _parameter_dtype(model, config, None if is_dummy else source)
         # A sharded state contains the tensors of all sources.
         alone = is_dummy or manifest is not None

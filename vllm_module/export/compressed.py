@@ -6,7 +6,7 @@ Layers are loaded one after another, as the model itself would load them, writte
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,14 @@ from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.export import compressed_config
 from vllm_module.export.compressed_config import quantization_config, stored_as
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
-from vllm_module.export.units import FILE_BYTES, CopiedTensor, WrittenUnit, opened, write_units
+from vllm_module.export.units import (
+    FILE_BYTES,
+    CopiedTensor,
+    WrittenUnit,
+    opened,
+    skipped_names,
+    write_units,
+)
 from vllm_module.hf_config import read_entries
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization import QuantizableLayer, Scheme
@@ -39,7 +46,7 @@ class Converted(NamedTuple):
     """The result of :func:`convert`.
 
     Attributes:
-        report: report of the original's load; skipped names are not written.
+        report: report of the original's load; skipped names are copied.
         quantized: names of the layers that are quantized.
         read, written: bytes of tensors.
 
@@ -88,10 +95,15 @@ def convert(
             raise UnsupportedModelError(
                 f"no layer of {type(model).__name__} is quantized by these settings"
             )
+        skipped = [CopiedTensor(name, checkpoint[name]) for name in skipped_names(plan, checkpoint)]
+        ignored = _ignored(model, plan) | _layers(skipped)
+        units += skipped
         with new_folder(Path(os.path.expanduser(out))) as folder:
             copy_small_files(source.folder, folder)
             entries = read_entries(source.folder, config.hf_overrides)
-            entries["quantization_config"] = quantization_config(layers, _ignored(model, plan))
+            whole = all(each.whole_blocks for each in quantized)
+            described = quantization_config(layers, ignored, whole_blocks=whole)
+            entries["quantization_config"] = described
             write_json(folder / "config.json", entries)
             written = write_units(folder, units, file_bytes, on_tensors)
         return Converted(plan.report, tuple(layers), checkpoint.bytes_read, written)
@@ -113,6 +125,14 @@ class _Layer(NamedTuple):
     stored_as: compressed_config.Stored
     pairs: list[tuple[str, Weight]]
     names: dict[str, str]
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether the inputs are whole blocks, if the weight has blocks."""
+        method = self.stored_as
+        if not isinstance(method, Scheme) or method.strategy != "block":
+            return True
+        return self.layer.input.size % method.block[1] == 0
 
     @property
     def tensors(self) -> dict[str, Stored]:
@@ -260,6 +280,14 @@ def _ignored(model: vLLMModule, plan: LoadPlan) -> set[str]:
     )
     assigned = {each.location.node.path[:-1] for each in plan.fills}
     return ignored | {path for path in plain if path not in assigned}
+
+
+def _layers(copied: Iterable[CopiedTensor]) -> set[str]:
+    """Return the checkpoint's names of layers that other libraries may have, and this model not."""
+    weights = (
+        each for each in copied if each.name.endswith(_WEIGHT) and len(each.weight.shape) > 1
+    )
+    return {each.name.removesuffix(_WEIGHT) for each in weights}
 
 
 def _demand_layouts(model: vLLMModule) -> None:

@@ -17,19 +17,22 @@ _MIXED = "mixed-precision"  # format of a checkpoint whose groups have formats o
 Stored = Scheme | PackedMethod  # method by which a layer is stored and will be loaded
 
 
-def quantization_config(layers: Mapping[str, Stored], ignored: Iterable[str]) -> dict[str, Any]:
+def quantization_config(
+    layers: Mapping[str, Stored], ignored: Iterable[str], *, whole_blocks: bool = True
+) -> dict[str, Any]:
     """Return the entries for quantized layers, and for those that are not quantized.
 
     Layers have the checkpoint's names. The method of most layers is that of every ``Linear``; the
-    other methods list the names of their layers.
+    other methods list the names of their layers. ``whole_blocks`` is false if the inputs of a layer
+    with blocks end inside one.
     """
     names: dict[Stored, list[str]] = {}
     for name, stored in layers.items():
         names.setdefault(stored, []).append(name)
     first, *others = sorted(names, key=lambda stored: -len(names[stored]))
-    groups = {"group_0": _group(first, ["Linear"])}
+    groups = {"group_0": _group(first, ["Linear"], whole_blocks)}
     for number, stored in enumerate(others, 1):
-        groups[f"group_{number}"] = _group(stored, sorted(names[stored]))
+        groups[f"group_{number}"] = _group(stored, sorted(names[stored]), whole_blocks)
     formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -40,7 +43,7 @@ def quantization_config(layers: Mapping[str, Stored], ignored: Iterable[str]) ->
     }
 
 
-def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
+def _group(stored: Stored, targets: list[str], whole_blocks: bool) -> dict[str, Any]:
     """Return one group of ``config_groups``."""
     weights: dict[str, Any] = {"dynamic": False}
     inputs: dict[str, Any] | None = None
@@ -52,10 +55,12 @@ def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
         is_float = stored.dtype == torch.float8_e4m3fn
         numbers = {"num_bits": 8, "type": "float" if is_float else "int", "symmetric": True}
         weights |= numbers | {"strategy": stored.strategy}
-        # A scale for each token, or for each token and block of inputs if weights have blocks.
+        # A scale for each token, or for each token and block of inputs if weights have blocks:
+        # compressed-tensors divides inputs into whole groups only.
         inputs = numbers | {"strategy": "token", "dynamic": True}
         if stored.strategy == "block":
             weights["block_structure"] = list(stored.block)
+        if stored.strategy == "block" and whole_blocks:
             inputs = numbers | {"strategy": "group", "dynamic": True, "group_size": stored.block[1]}
         if stored.activations != "dynamic":
             inputs = None

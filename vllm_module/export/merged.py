@@ -20,7 +20,14 @@ from vllm_module.build.model_source import ModelSource
 from vllm_module.config import ModelConfig
 from vllm_module.core.report import LoadReport
 from vllm_module.export.folder import copy_small_files, new_folder, write_json
-from vllm_module.export.units import FILE_BYTES, CopiedTensor, WrittenUnit, opened, write_units
+from vllm_module.export.units import (
+    FILE_BYTES,
+    CopiedTensor,
+    WrittenUnit,
+    opened,
+    skipped_names,
+    write_units,
+)
 from vllm_module.hf_config import read_entries
 from vllm_module.weights import Weight
 from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
@@ -30,7 +37,7 @@ class Merged(NamedTuple):
     """The result of :func:`merge`.
 
     Attributes:
-        report: report of the base's load; skipped names are not written.
+        report: report of the base's load; skipped names are copied.
         merged: names of the tensors that the adapter has changed.
         read, written: bytes of tensors of the base, and of the new checkpoint.
 
@@ -74,6 +81,7 @@ def merge(
         plan.report.raise_if_refused(type(model).__name__, touched=False, folder=source.folder)
         changes = additions(plan, stored, settings, weights)
         names = list(dict.fromkeys(fill.name for fill in plan.fills))
+        names += skipped_names(plan, stored)
         units: list[WrittenUnit] = [
             _Sum(name, stored[name], changes[name])
             if name in changes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -11,6 +11,7 @@ import torch
 
 from vllm_module.base.messages import printable
 from vllm_module.build.model_source import ModelSource
+from vllm_module.core.plan import LoadPlan
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import write_json
@@ -86,6 +87,11 @@ class CopiedTensor(NamedTuple):
         """Read the tensor, and write it."""
         weight = self.weight
         file.write(self.name, weight if isinstance(weight, torch.Tensor) else weight.read())
+
+
+def skipped_names(plan: LoadPlan, stored: Mapping[str, Weight]) -> list[str]:
+    """Return the tensors that the model skips and another library may read, such as a pooler."""
+    return [name for name in stored if name in plan.report.skipped]
 
 
 def write_units(

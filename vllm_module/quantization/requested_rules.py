@@ -127,7 +127,7 @@ def online_rules(asked: str | QuantizationConfig) -> Rules:
     # "lm_head" is ignored by default, and a model may have no head, or a tied one.
     written = {*asked.overrides, *({*asked.ignore} - {"lm_head"})}
     every: Rule = (EVERY_LAYER, schemes[asked.scheme])
-    return Rules((*rules, every), tuple(sorted(written))).checked()
+    return Rules((*rules, every), tuple(sorted(written)), are_online=True).checked()
 
 
 # Online schemes that have a method of their own.

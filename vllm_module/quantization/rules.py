@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
+import torch
 from torch import nn
 
 from vllm_module.base.messages import shorten
@@ -48,9 +49,12 @@ class Rules:
 
     Attributes:
         demanded: the targets that the user wrote; each must have an effect.
+        are_online: whether the user asked for them; some layer must be quantized then, or be named
+            as one that is not.
         kv_scales: what the checkpoint calls the scales for keys and for values, relative to the
             module that has the attention layer; ``None`` if it has none.
         kv_scales_are_optional: whether it may lack both of a layer, which are 1 then.
+        experts_may_be_plain: whether experts may be stored in full precision, without a word of it.
         joined: returns the method of a fused layer whose slots have different ones, ``None`` if
             there is none. Without it there never is one.
 
@@ -58,8 +62,10 @@ class Rules:
 
     rules: tuple[Rule, ...]
     demanded: tuple[str, ...] = ()
+    are_online: bool = False
     kv_scales: tuple[str, str] | None = None
     kv_scales_are_optional: bool = False
+    experts_may_be_plain: bool = False
     # Not among what ranks compare: it is a function, and follows from the format.
     joined: Callable[[Mapping[str, object]], QuantizeMethod | None] | None = field(
         default=None, repr=False
@@ -81,6 +87,16 @@ class Rules:
         for _, target in self._others:
             checked_target(target)
         return self
+
+    def for_experts(self, dtypes: Mapping[str, torch.dtype]) -> Rules:
+        """Return the rules for a checkpoint whose tensors have these dtypes, by name.
+
+        Its experts are in full precision if none of their tensors has integers.
+        """
+        experts = [dtype for name, dtype in dtypes.items() if ".experts." in name]
+        if not experts or not all(dtype.is_floating_point for dtype in experts):
+            return self
+        return replace(self, rules=(("experts", None), *self.rules))
 
     def rule_of(self, name: str, fused: str = "", spellings: Iterable[str] = ()) -> Rule:
         """Return the rule for the layer that a checkpoint calls ``name``.
@@ -174,6 +190,11 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
         others = [path for path in modules if path not in layers or layers[path].is_embedding]
         spelled = [name for path in others for name in _spelled(path, aliases)]
         _demand_effect(model, rules, used_targets, spelled)
+    if rules.are_online and not rules.demanded and not schemes:
+        raise UnsupportedModelError(
+            f"quantization has no effect on {type(model).__name__}: its linear layers are of "
+            f"classes that are not replaced ({_other_classes(model)}). Leave quantization out"
+        )
     methods = {
         scheme: EightBitMethod(scheme) if isinstance(scheme, Scheme) else scheme
         for scheme in schemes.values()
@@ -204,6 +225,14 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
                 # Older compressed-tensors store the scale of what a projection puts out.
                 ends = {f"{scale[0]}_proj.output_scale": f"{name}.{scale}" for scale in KV_SCALES}
                 holder.weight_aliases = {**holder.weight_aliases, **ends}
+
+
+def _other_classes(model: nn.Module) -> str:
+    """Return the classes of modules that have a matrix and cannot be quantized, for a message."""
+    others = [each for each in model.modules() if not isinstance(each, QuantizableLayer)]
+    held = ((type(each).__name__, getattr(each, "weight", None)) for each in others)
+    names = {name for name, weight in held if isinstance(weight, torch.Tensor) and weight.dim() > 1}
+    return ", ".join(sorted(names)[:4])
 
 
 def _is_loaded(module: nn.Module) -> bool:

@@ -261,7 +261,8 @@ class BitsAndBytesConfig(StoredConfig):
         skipped = [*(self.llm_int8_skip_modules or ()), *(self.modules_to_not_convert or ())]
         head = ["lm_head"] if self.llm_int8_skip_modules is None else []
         ignored = _ignored(_parts_of_names(skipped), head)
-        return Rules((*ignored, (EVERY_LAYER, method)))
+        # transformers 5 holds experts in modules of its own, which bitsandbytes does not quantize.
+        return Rules((*ignored, (EVERY_LAYER, method)), experts_may_be_plain=True)
 
 
 class _Settings(StoredConfig):

@@ -70,7 +70,7 @@ def convert(
     changed and written one after another.
 
     JSON keys: out; quantization, and quantized (names of layers), or adapter, and merged (names of
-    tensors); skipped (name to rule; they are not written); bytes_read; bytes_written.
+    tensors); skipped (name to rule; they are copied); bytes_read; bytes_written.
     """
     check_out(out)
     if (quantization is None) == (adapter is None):
