@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import shutil
 import socket
 import threading
@@ -353,6 +354,39 @@ def test_clients_beyond_the_limit_are_cut_off(
                 continue
     for each in silent:
         each.close()
+
+
+def test_clients_take_turns_where_they_are_too_many(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that others keep, such as those of other ranks, do not keep a rank out."""
+    monkeypatch.setattr(replica, "_CLIENTS", 2)
+
+    def ask(connection: http.client.HTTPConnection) -> bool:
+        """Return whether the server keeps the connection."""
+        connection.request("GET", "/config.json", headers={"Authorization": f"Bearer {TOKEN}"})
+        with connection.getresponse() as answer:
+            assert answer.status == 200
+            assert answer.read()
+            return not answer.will_close
+
+    with engine(folders["llama"]) as llm, llm.serve_weights(token=TOKEN) as server:
+        first, second, third = (
+            http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(3)
+        )
+        with closing(first), closing(second), closing(third):
+            assert ask(first)
+            assert ask(second)
+            with pytest.raises(ConnectionError):
+                ask(third)
+            assert not ask(first)
+            while True:  # until the server has seen that the first is closed
+                third.close()
+                try:
+                    assert not ask(third)
+                    break
+                except ConnectionError:
+                    continue
 
 
 def test_digests_of_the_files_are_not_served(folders: dict[str, Path], tmp_path: Path) -> None:

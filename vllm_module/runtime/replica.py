@@ -17,6 +17,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -185,6 +186,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = _CLIENTS
+    turned_away = -_IDLE  # when a connection was closed because there are too many
 
     def __init__(self, *arguments: Any) -> None:
         self._room = threading.BoundedSemaphore(_CLIENTS)
@@ -194,6 +196,7 @@ class _Server(ThreadingHTTPServer):
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
+            self.turned_away = time.monotonic()
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -217,6 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = _IDLE
+    server: _Server
     weights: WeightServer
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -263,6 +267,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, nbytes: int = 0, **headers: str) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(nbytes))
+        if time.monotonic() - self.server.turned_away < _IDLE:  # then clients take turns
+            self.send_header("Connection", "close")
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
