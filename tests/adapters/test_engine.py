@@ -337,6 +337,7 @@ def test_a_layer_that_ignores_adapters(
 
     Of two stages, it is in the first: the last one alone would give tokens of half an adapter.
     """
+    # Replaced: what a process registers stays, because no user needs to take it back.
     monkeypatch.setattr(registry, "registered", registry.Registrations())
     monkeypatch.setattr(registry, "_from_files", {})
     (tmp_path / "own.py").write_text(OWN)

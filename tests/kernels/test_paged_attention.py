@@ -238,6 +238,7 @@ class Largest(TorchDispatchMode):
 )
 def test_scores_of_a_prompt_are_made_in_parts(window, options, monkeypatch) -> None:
     """A prompt's scores are never in memory all at once: for long ones that would be gigabytes."""
+    # As many scores as at once in truth would take seconds.
     monkeypatch.setattr(paged_attention_reference, "SCORES_AT_ONCE", 6 * 50 * 9)
     query, (key, value) = torch.randn(40, 6, 2), torch.randn(2, 50, 2, 2)
     heads_first = [x.transpose(0, 1) for x in (query, key, value)]
