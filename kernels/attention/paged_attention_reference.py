@@ -147,18 +147,10 @@ def _attend(
 
     So it is computed for a sequence by itself, too.
     """
-    sequences, kv_heads, _, _ = query.shape
     dtype, query, keys, values = query.dtype, query.float(), keys.float(), values.float()
-    scores = query @ keys.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if slopes is not None:
-        scores = scores + slopes * distance[:, None, None]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(1, kv_heads, -1, 1).expand(sequences, -1, -1, 1)
-        scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    bias = None if slopes is None else slopes * distance[:, None, None]
+    sinks = None if sinks is None else sinks.view(1, query.shape[1], -1, 1)
+    weights = _weights(query, keys, seen, scale, softcap, bias, sinks)
     output = weights @ values
     if not bool(output.sum().isfinite()):  # rare: NaN times a weight of zero is NaN
         output = weights @ values.masked_fill(~seen.transpose(2, 3), 0)
@@ -280,17 +272,36 @@ def _weighed_rows(
 
     Keys and values are ``[heads, tokens, size]``, ``seen`` and ``distance`` ``[rows, tokens]``.
     """
-    scores = query @ keys.transpose(1, 2) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if alibi_slopes is not None:
-        scores += alibi_slopes[:, None, None] * distance
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float()[:, None, None].expand(-1, query.shape[1], 1)
-        scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    bias = None if alibi_slopes is None else alibi_slopes[:, None, None] * distance
+    sinks = None if sinks is None else sinks[:, None, None]
+    weights = _weights(query, keys, seen, scale, softcap, bias, sinks)
     output = weights @ values
     if not torch.compiler.is_compiling() and not bool(output.sum().isfinite()):
         output = torch.where(output.isfinite(), output, weigh(weights, values, seen))
     return output
+
+
+def _weights(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the weights ``[..., rows, tokens]`` of values, for ``query [..., rows, size]``.
+
+    Keys are ``[..., tokens, size]``; both are float32. ``seen`` and ``bias`` broadcast to the
+    weights, and ``sinks`` to ``[..., rows, 1]``.
+    """
+    scores = query @ keys.transpose(-2, -1) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if bias is not None:
+        scores += bias
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    return scores.softmax(-1)[..., : keys.shape[-2]]

@@ -1,4 +1,7 @@
-"""Temporary folders for small files that a checkpoint lacks in Hugging Face's layout."""
+"""Folders that are removed however this process ends.
+
+Most are temporary ones, for small files that a checkpoint lacks in Hugging Face's layout.
+"""
 
 from __future__ import annotations
 

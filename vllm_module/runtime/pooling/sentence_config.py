@@ -30,7 +30,6 @@ _NAMED: Mapping[str, Activation] = {"Identity": lambda x: x, "Sigmoid": torch.si
 _POOLINGS: Mapping[str, Pooling] = {
     "cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last",
 }  # fmt: skip
-
 _TOKENIZER = "tokenizer_config.json"
 
 
