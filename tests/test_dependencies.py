@@ -100,6 +100,10 @@ def third_party(path: Path) -> list[tuple[str, int, str]]:
 def _third_party(path: Path) -> Iterator[tuple[str, int, str]]:
     source = path.read_bytes()
     for_types = b"TYPE_CHECKING" in source  # few files have it, and writing conditions out is slow
+    # An import is a statement, and only a call of import_module stands inside of an expression.
+    inside = (
+        ast.AST if b"import_module" in source else (ast.stmt, ast.ExceptHandler, ast.match_case)
+    )
     waiting: list[tuple[ast.AST, str]] = [(ast.parse(source), "at import")]
     while waiting:
         node, when = waiting.pop()
@@ -122,7 +126,8 @@ def _third_party(path: Path) -> Iterator[tuple[str, int, str]]:
             when = "lazily"
         if for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             when = "for type checkers"
-        waiting.extend((child, when) for child in ast.iter_child_nodes(node))
+        children = ast.iter_child_nodes(node)
+        waiting.extend((child, when) for child in children if isinstance(child, inside))
 
 
 def package_problems(root: Path) -> list[str]:

@@ -54,12 +54,12 @@ SUBJECTS = {
     "wrapped": wrapped("smollm3"),
     "wrapped, experts": wrapped("mixtral"),
 }
-# All laws of the first two, and some of the others: "make laws" tries all of them.
+# All laws of the first, and some of the others: "make laws" tries all of them.
 PAIRS = [
     (name, law)
     for row, name in enumerate(SUBJECTS)
     for column, law in enumerate(LAWS)
-    if AT_LENGTH or row < 2 or (row + column) % 5 == 0
+    if AT_LENGTH or row < 1 or (row + column) % 5 == 0
 ]
 
 

@@ -279,7 +279,7 @@ def test_an_answer_across_an_update_is_cut_off(
             loaded(server.url)
 
 
-@pytest.mark.parametrize("kind", ["phi3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["phi3", pytest.param("gpt_oss", marks=pytest.mark.at_length)])
 def test_a_tensor_that_was_sent_before_is_sent_as_it_is_now(
     folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
