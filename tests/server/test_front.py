@@ -253,17 +253,6 @@ def test_each_engine_has_the_fields_in_the_query() -> None:
         assert [each.target for each in stubs] == [target] * 2
 
 
-def test_an_engine_that_sleeps_already_is_no_refusal() -> None:
-    """A sleep may be sent again after one engine could not; where all sleep, it is refused."""
-    asleep, other = (409, b'{"error": {"message": "sleeps already"}}'), (200, b"{}")
-    assert answered("/sleep", Stub(*asleep), Stub(*other)) == other
-    assert answered("/sleep", Stub(*other), Stub(*asleep)) == other
-    assert answered("/sleep", Stub(*asleep), Stub(*asleep)) == asleep
-    code, data = answered("/sleep", Stub(*asleep), Stub(*other), Stub(400, b"no"))
-    assert (code, b"differ until it is sent again: no" in data) == (400, True)
-    assert answered("/pause", Stub(*asleep), Stub(*other))[0] == 409
-
-
 def test_metrics_are_of_the_engines_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs, or whose own engine has ended, hides those of no other."""
     monkeypatch.setattr("vllm_module.server.front._SCRAPE", 0.2)

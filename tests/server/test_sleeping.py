@@ -36,12 +36,15 @@ def test_a_server_sleeps_and_wakes_up(server: Any, level: int) -> None:
     assert server.ask("GET", "/ready")[0] == 503
     code, said = refused("/v1/completions", body, "sk-two")
     assert (code, "the engine sleeps: ask /wake_up first" in said) == (503, True)
-    assert refused("/sleep") == (409, "the engine sleeps already: ask /wake_up first")
+    assert server.ask("POST", f"/sleep?level={level}", key=ADMIN) == (200, {"status": "sleeping"})
+    asks_first = "the engine sleeps already: ask /wake_up first"
+    assert refused(f"/sleep?level={3 - level}") == (409, asks_first)
     assert refused("/wake_up", {"tags": ["kv_cache", "cache"]})[0] == 400
     code, said = refused("/wake_up?tags=kv_cache")
     assert (code, "ask /wake_up?tags=weights first" in said) == (503, True)
     assert server.ask("POST", "/wake_up?tags=weights", key=ADMIN) == (200, {"status": "sleeping"})
     assert refused("/v1/completions", body, "sk-two")[0] == 503
+    assert refused(f"/sleep?level={level}") == (409, asks_first)
     both = "/wake_up?tags=weights&tags=kv_cache"
     assert server.ask("POST", both, key=ADMIN) == (200, {"status": "awake"})
     assert server.ask("GET", "/is_sleeping") == (200, {"is_sleeping": False})

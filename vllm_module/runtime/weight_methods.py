@@ -189,13 +189,15 @@ class WeightMethods:
     def sleep(self, level: int = 1, **options: Any) -> None:
         """Free the memory of the weights and the KV cache, until :meth:`wake_up`.
 
+        Does nothing if the engine sleeps at this level.
+
         Args:
             level: 1 copies the weights to host memory, from which the engine wakes up; on a CPU
                 they stay in place. 2 drops them.
             options: ``mode`` of vLLM, with any value: a sleeping engine has no requests.
 
         Raises:
-            RuntimeError: there are requests.
+            RuntimeError: there are requests, or the engine sleeps at another level or in part.
             MemoryError: host memory is too small for the weights.
             ModelNotReadyError: the level is 1, and an update of the weights had failed midway.
 
@@ -208,6 +210,8 @@ class WeightMethods:
             if self.engine.requests:
                 raise RuntimeError(f"{len(self.engine.requests)} requests are going on")
             if self.executor.asleep:
+                if self.executor.asleep == level and self.executor.sleeping == {*SLEEPING}:
+                    return
                 raise RuntimeError("the engine sleeps already: wake_up() first")
             self.executor.sleep(level)
             self.engine.fail("the engine sleeps: wake_up() first")

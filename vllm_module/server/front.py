@@ -214,14 +214,8 @@ class _Forward(Endpoint):
         await send({"type": "http.response.body", "body": rest})
 
     async def _by_all(self, backends: Backends, asked: _Asked) -> _Whole:
-        """Give the request to all backends; return the first refusal, or the first answer.
-
-        One that sleeps already, when another could not, is no reason to refuse.
-        """
-        answers = await self._each(backends, backends.alive(), asked)
-        if self.path == "/sleep":
-            answers = [each for each in answers if each.status != 409] or answers
-        return self._one_of(backends, answers)
+        """Give the request to all backends; return the first refusal, or the first answer."""
+        return self._one_of(backends, await self._each(backends, backends.alive(), asked))
 
     async def _metrics(self, backends: Backends, asked: _Asked, send: CountingSend) -> None:
         """Join the metrics of all backends that answer in time."""

@@ -155,9 +155,12 @@ async def resume(state: State, body: Body) -> dict[str, Any]:
 async def sleep(state: State, body: SleepBody) -> dict[str, Any]:
     """Free the memory of weights and cache; see :meth:`~vllm_module.AsyncLLM.sleep`."""
     engine = state.engine()
-    if engine.is_sleeping:
-        raise ApiError(409, "the engine sleeps already: ask /wake_up first")
-    await engine.sleep(body.level, body.mode)
+    try:
+        await engine.sleep(body.level, body.mode)
+    except RuntimeError as error:
+        if not engine.is_sleeping:
+            raise
+        raise ApiError(409, "the engine sleeps already: ask /wake_up first") from error
     return {"status": "sleeping"}
 
 
