@@ -567,3 +567,15 @@ def test_experts_that_are_not_quantized_alike_are_refused(target: str) -> None:
     """A rule for one expert of a layer is refused, and the message names it and one other."""
     with pytest.raises(UnsupportedModelError, match=r"0\.gate_proj: float8.*3\.up_proj: not"):
         quantize(Block(), Rules(((target, None), ("Linear", EIGHT))))
+
+
+def test_a_cast_leaves_a_router_that_chooses_in_float32() -> None:
+    """As transformers keeps DeepSeek-V3's bias; an ordinary router is cast as PyTorch casts."""
+    scores = {"weight": torch.randn(4, 6), "e_score_correction_bias": torch.randn(4)}
+    router = Router(6, 4, params_dtype=torch.float32, e_score_correction_bias=True)
+    router.load_weights(scores)
+    x = torch.randn(5, 6).half()
+    torch.testing.assert_close(router.half()(x), F.linear(x.float(), scores["weight"]))
+    assert {each.dtype for each in router.parameters()} == {torch.float32}
+    assert router.to("meta").weight.is_meta
+    assert Router(6, 4).half().weight.dtype == torch.float16

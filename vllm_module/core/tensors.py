@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, TypeGuard
 
 import torch
@@ -33,6 +33,21 @@ def kind_of(tensor: torch.Tensor) -> Hashable:
 def expected_shape(tensor: torch.Tensor, slot: str | None) -> list[int]:
     """Return the shape of ``slot`` in a checkpoint; ``None`` means all slots as one tensor."""
     return list(tensor.checkpoint_shape(slot) if is_typed(tensor) else tensor.shape)
+
+
+def without_casts(
+    convert: Callable[[torch.Tensor], torch.Tensor], kept: Collection[torch.Tensor | None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what ``nn.Module._apply`` is called with, but ``kept`` tensors are only moved.
+
+    So ``model.half()`` and ``model.to(dtype)`` leave their dtype as it is.
+    """
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        new = convert(tensor)
+        return tensor.to(new.device) if tensor in kept and new.dtype != tensor.dtype else new
+
+    return converted
 
 
 def materialized(tensor: torch.Tensor, device: torch.device) -> Any:

@@ -11,13 +11,15 @@ keeps some experts whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.tensors import without_casts
 from vllm_module.distributed import OwnTokens, TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.experts.combine_experts import combine_experts
@@ -78,6 +80,11 @@ class Router(vLLMModule):
             self.e_score_correction_bias = ColumnvLLMParameter(
                 experts, tp_rank=0, tp_size=1, dtype=torch.float32
             )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move the parameters, but never cast them where experts are chosen in float32."""
+        kept = set() if self.e_score_correction_bias is None else {*self._parameters.values()}
+        return super()._apply(without_casts(fn, kept), recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``x [..., hidden]`` to logits ``[..., experts]``, in the dtype of the weight."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.tensors import without_casts
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.kernels.recurrent.causal_conv1d import causal_conv1d
@@ -120,12 +121,7 @@ class DecayingLayer(RecurrentLayer):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move the layer's own tensors, but never cast them; those of its children are cast."""
         own = {*self._parameters.values(), *self._buffers.values()}
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            new = fn(tensor)
-            return tensor.to(new.device) if tensor in own and new.dtype != tensor.dtype else new
-
-        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(without_casts(fn, own), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Compute ``A`` from the ``A_log`` of a state dict, which does not have it."""

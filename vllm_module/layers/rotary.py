@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_module.core.module import vLLMModule
+from vllm_module.core.tensors import without_casts
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.attention.rotary_embedding import rotary_embedding
 from vllm_module.layers.deferred import (
@@ -140,14 +141,8 @@ class RotaryEmbedding(vLLMModule):
 
         Rounded ones turn far positions wrongly.
         """
-        frequencies = self.inv_freq
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            new = fn(tensor)
-            is_cast = tensor is frequencies and new.dtype != tensor.dtype
-            return tensor.to(new.device) if is_cast else new
-
-        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        kept = {self.inv_freq}
+        return super()._apply(without_casts(fn, kept), recurse)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_config(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from vllm_module.core.conversions import Conversion
 from vllm_module.core.module import vLLMModule
-from vllm_module.core.tensors import materialized, slots_of
+from vllm_module.core.tensors import materialized, slots_of, without_casts
 from vllm_module.core.tree import locations
 from vllm_module.distributed import TensorParallelGroup
 from vllm_module.errors import UnsupportedModelError
@@ -271,13 +271,7 @@ class QuantizableLayer(vLLMModule):
         names = self.parameter_names if self.is_quantized else ()
         quantized: set[torch.Tensor | None] = {self._parameters[name] for name in names}
         quantized |= {self._buffers.get(name) for name in self.buffer_names}
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            new = fn(tensor)
-            cast = tensor in quantized and new.dtype != tensor.dtype
-            return tensor.to(new.device) if cast else new
-
-        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(without_casts(fn, quantized), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
