@@ -264,7 +264,7 @@ def test_an_answer_in_blocks_says_which_weights_computed_it(server: Any, path: s
 
 
 def test_an_update_in_a_file_over_http(server: Any, folder: Path, tmp_path: Path) -> None:
-    """It brings its version, and is taken after the one that it changes, once."""
+    """It brings its version, and is taken after the one that it changes, once if sent twice."""
     assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200
     held = server.ask("GET", "/weight_version")[1]["weight_version"]
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 10}
@@ -278,6 +278,11 @@ def test_an_update_in_a_file_over_http(server: Any, folder: Path, tmp_path: Path
     assert server.ask("POST", "/update_weights", wrong, ADMIN)[0] == 400
     assert server.ask("POST", "/update_weights", given, ADMIN) == (200, {"weight_version": "a"})
     assert server.ask("POST", "/v1/completions", body)[1]["choices"][0]["text"] != before
+    assert server.ask("POST", "/update_weights", wrong, ADMIN)[0] == 400
+    changed = server.ask("POST", "/v1/completions", body)[1]["choices"]
+    assert server.ask("POST", "/update_weights", given, ADMIN) == (200, {"weight_version": "a"})
+    assert server.ask("POST", "/v1/completions", body)[1]["choices"] == changed
+    write_update(path, {"lm_head.weight": changes}, version="c", after=held)
     code, answer = server.ask("POST", "/update_weights", given, ADMIN)
     assert (code, f"changes the weights {held!r}" in answer["error"]["message"]) == (400, True)
     assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200

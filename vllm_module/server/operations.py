@@ -177,12 +177,19 @@ async def is_sleeping(state: State, body: Body) -> dict[str, Any]:
 
 
 async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
-    """Update weights between two steps, with those of a file, folder, hub id or URL."""
+    """Update weights between two steps, with those of a file, folder, hub id or URL.
+
+    A file that is sent again after it was taken, as when a client or one of several engines has
+    missed the answer, changes nothing.
+    """
     engine = state.engine()
     opened = await asyncio.to_thread(open_update, body.path)  # beside the steps
 
     def update(llm: LLM) -> None:
         with opened:
+            wanted = body.weight_version or opened.version
+            if opened.after is not None and opened.version == llm.weight_version == wanted:
+                return
             llm.update_weights(opened, weight_version=body.weight_version)
 
     await engine.call(update)
