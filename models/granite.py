@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_module.hf_config import Positive
 from vllm_module.layers import AttentionMetadata, Positions, RotaryEmbedding
@@ -53,7 +54,7 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
 
 class GraniteModel(LlamaModel):
-    layer_class = GraniteDecoderLayer
+    layer_class: type[nn.Module] = GraniteDecoderLayer
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().embed_input_ids(input_ids) * self.config.embedding_multiplier

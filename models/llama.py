@@ -107,7 +107,7 @@ class LlamaDecoderLayer(DecoderLayer):
 
 
 class LlamaModel(DecoderModel):
-    layer_class = LlamaDecoderLayer
+    layer_class: type[nn.Module] = LlamaDecoderLayer
 
 
 class LlamaForCausalLM(DecoderForCausalLM):

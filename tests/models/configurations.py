@@ -126,6 +126,15 @@ BAMBA = {
     "mamba_chunk_size": 8,
     "pad_token_id": None,
 }
+GRANITE4 = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "shared_intermediate_size": 48,
+    **MULTIPLIERS,
+}
 QWEN3_NEXT = {
     "num_hidden_layers": 4,
     "full_attention_interval": 2,
@@ -289,6 +298,14 @@ CONFIGS = {
     ),
     "mamba2": MAMBA2,
     "bamba": config_of("bamba", **BAMBA, mamba_n_groups=1),
+    "granite-4": config_of("granitemoehybrid", **GRANITE4, num_local_experts=5),
+    "granite-4-dense-rope-tied": config_of(
+        "granitemoehybrid",
+        **GRANITE4,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+    ),
     "qwen3-next": config_of("qwen3_next", **QWEN3_NEXT),
     "mixtral": config_of("mixtral", num_local_experts=5, num_experts_per_tok=2),
     "qwen2-moe": config_of(

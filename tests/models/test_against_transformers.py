@@ -31,6 +31,8 @@ SHARDED = (
     "gpt2",
     "granite",
     "granite-tied-biases-one-kv-head",
+    "granite-4",
+    "granite-4-dense-rope-tied",
     "llama",
     "llama-tied-biases",
     "mistral-window",

@@ -48,6 +48,9 @@ def to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     types = config.pop("layer_types", None)
     if config["model_type"] in ("cohere2", "gemma3_text"):
         config["sliding_window_pattern"] = types.index("full_attention") + 1
+    if config["model_type"] == "granitemoehybrid":
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layer_types"] = [older[kind] for kind in types]
     if config["model_type"] == "qwen3_next":
         config["full_attention_interval"] = types.index("full_attention") + 1
     if "sliding_attention" in rope:

@@ -35,6 +35,7 @@ FIVE = {"num_hidden_layers": 5}
 DEEPER = {
     "deepseek-v3": ("deepseek-v3", FIVE | {"first_k_dense_replace": 3}),
     "mamba2": ("mamba2", FIVE),
+    "granite-4": ("granite-4", FIVE | {"layer_types": ["mamba", "attention"] * 3}),
     "bamba": ("bamba", FIVE | {"attn_layer_indices": [1, 4], "layer_types": None}),
 }
 

@@ -57,6 +57,9 @@ _OURS = {
     "GPT2LMHeadModel": "vllm_module.models.gpt2:GPT2LMHeadModel",
     "GptOssForCausalLM": "vllm_module.models.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "vllm_module.models.granite:GraniteForCausalLM",
+    "GraniteMoeHybridForCausalLM": (
+        "vllm_module.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
+    ),
     "LlamaForCausalLM": "vllm_module.models.llama:LlamaForCausalLM",
     "Mamba2ForCausalLM": "vllm_module.models.mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": "vllm_module.models.llama:MistralForCausalLM",

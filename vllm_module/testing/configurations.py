@@ -84,6 +84,14 @@ _LATENT: Mapping[str, st.SearchStrategy[Any]] = {
     "topk_group": st.integers(1, 2),
 }
 
+_MULTIPLIERS: Mapping[str, st.SearchStrategy[Any]] = {
+    "attention_bias": st.booleans(),
+    "embedding_multiplier": st.sampled_from([1.0, 3.0]),
+    "residual_multiplier": st.sampled_from([1.0, 0.5]),
+    "attention_multiplier": st.sampled_from([1.0, 0.25]),
+    "logits_scaling": st.sampled_from([1.0, 4.0]),
+}
+
 _MAMBA2: Mapping[str, st.SearchStrategy[Any]] = {
     "mamba_n_heads": st.just(12),
     "mamba_d_head": st.integers(1, 3),
@@ -125,13 +133,16 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "intermediate_size": st.sampled_from([24, 32]),  # 32 is not cut; the others have padding
         **_PATTERN,
     },
-    "GraniteForCausalLM": {
-        "attention_bias": st.booleans(),
-        "mlp_bias": st.booleans(),
-        "embedding_multiplier": st.sampled_from([1.0, 3.0]),
-        "residual_multiplier": st.sampled_from([1.0, 0.5]),
-        "attention_multiplier": st.sampled_from([1.0, 0.25]),
-        "logits_scaling": st.sampled_from([1.0, 4.0]),
+    "GraniteForCausalLM": {**_MULTIPLIERS, "mlp_bias": st.booleans()},
+    "GraniteMoeHybridForCausalLM": {
+        **_MULTIPLIERS,
+        **_MAMBA2,
+        "layer_types": st.lists(st.sampled_from(["mamba", "attention"]), min_size=2, max_size=2),
+        "intermediate_size": st.just(24),
+        "shared_intermediate_size": st.just(24),
+        "num_local_experts": st.sampled_from([0, 3, 5]),
+        "num_experts_per_tok": st.integers(1, 3),
+        "position_embedding_type": st.none() | st.just("rope"),
     },
     "LlamaForCausalLM": {
         "attention_bias": st.booleans(),
