@@ -635,6 +635,7 @@ LAYERS: dict[str, Subject] = {
             "key_dim": st.integers(1, 3),
             "value_dim": st.integers(1, 3),
             "conv_kernel": st.integers(2, 4),
+            "separate": st.booleans(),
         },
         x_of(6),
         (GatedDeltaNet, GatedRMSNorm),

@@ -126,6 +126,21 @@ BAMBA = {
     "mamba_chunk_size": 8,
     "pad_token_id": None,
 }
+QWEN3_5 = {
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+QWEN3_5_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 GRANITE4 = {
     "layer_types": ["linear_attention", "full_attention"],
     "mamba_n_heads": 8,
@@ -298,6 +313,8 @@ CONFIGS = {
     ),
     "mamba2": MAMBA2,
     "bamba": config_of("bamba", **BAMBA, mamba_n_groups=1),
+    "qwen3.5": config_of("qwen3_5_text", **QWEN3_5),
+    "qwen3.5-moe": config_of("qwen3_5_moe_text", **QWEN3_5, **QWEN3_5_EXPERTS),
     "granite-4": config_of("granitemoehybrid", **GRANITE4, num_local_experts=5),
     "granite-4-dense-rope-tied": config_of(
         "granitemoehybrid",

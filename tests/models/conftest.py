@@ -93,7 +93,7 @@ def randomized(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     # Gemma and Qwen3-Next add 1 to weights of norms, and Gemma multiplies its embeddings by 8.
     gemma = config["model_type"].startswith("gemma")
-    qwen3_next = config["model_type"] == "qwen3_next"
+    qwen3_next = config["model_type"].startswith(("qwen3_next", "qwen3_5"))
     for name, parameter in model.named_parameters():
         mean = 0.0
         if ("norm" in name or ".ln_" in name) and name.endswith("weight"):

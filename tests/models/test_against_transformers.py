@@ -48,6 +48,8 @@ SHARDED = (
     "qwen3",
     "qwen3-moe",
     "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
     "qwen3-tied-biases-window",
     "starcoder2",
 )

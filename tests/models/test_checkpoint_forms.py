@@ -51,7 +51,7 @@ def to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "granitemoehybrid":
         older = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [older[kind] for kind in types]
-    if config["model_type"] == "qwen3_next":
+    if "linear_num_key_heads" in config:
         config["full_attention_interval"] = types.index("full_attention") + 1
     if "sliding_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -65,7 +65,7 @@ def to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = 6  # older Qwen2 files have an unused window
     size = (config.get("head_dim") or 0) * config["num_attention_heads"]
-    if size == config["hidden_size"] and config["model_type"] != "qwen3_next":  # whose files say it
+    if size == config["hidden_size"] and "linear_num_key_heads" not in config:  # whose files say it
         del config["head_dim"]
     return config
 

@@ -1,4 +1,4 @@
-"""The gated delta net of Qwen3-Next: a linear attention with a recurrent state."""
+"""The gated delta net of Qwen3-Next and Qwen3.5: a linear attention with a recurrent state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from vllm_module.errors import ShardingError
 from vllm_module.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from vllm_module.layers.attention import AttentionMetadata
 from vllm_module.layers.gated_norm import GatedRMSNorm
-from vllm_module.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm_module.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from vllm_module.layers.recurrent import CausalConv1d, DecayingLayer
 from vllm_module.parameters import Dim, Slot
 
@@ -28,6 +32,8 @@ class GatedDeltaNet(DecayingLayer):
         key_dim, value_dim: features of a head of each kind.
         conv_kernel: inputs of the convolution, 2 to 8.
         eps: of the norm of each head.
+        separate: as in Qwen3.5: a checkpoint stores ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b``
+            and ``in_proj_a``, and in the first all queries, then all keys, then all values.
 
     Attributes:
         num_key_heads, num_value_heads: those of this rank.
@@ -45,6 +51,7 @@ class GatedDeltaNet(DecayingLayer):
         value_dim: int,
         conv_kernel: int = 4,
         eps: float = 1e-6,
+        separate: bool = False,
     ) -> None:
         size = tensor_parallel_group().size
         if num_value_heads % num_key_heads:
@@ -62,18 +69,28 @@ class GatedDeltaNet(DecayingLayer):
         keys, values = num_key_heads * key_dim, num_value_heads * value_dim
         key_parts = min(num_key_heads, size)
         q, k = Slot("q", keys, key_parts), Slot("k", keys, key_parts)
-        v = Slot("v", values, size)
-        qkvz = Dim((q, k, v, Slot("z", values, size)), groups=num_key_heads)
-        ba = Dim(
-            (Slot("b", num_value_heads, size), Slot("a", num_value_heads, size)),
-            groups=num_key_heads,
-        )
+        v, z = Slot("v", values, size), Slot("z", values, size)
+        qkv = Dim((q, k, v), groups=1)
         self.num_key_heads = num_key_heads // key_parts
         self.num_value_heads = num_value_heads // size
         self.key_dim, self.value_dim = key_dim, value_dim
-        self.in_proj_qkvz = ColumnParallelLinear(hidden_size, qkvz.size, bias=False, output=qkvz)
-        self.in_proj_ba = ColumnParallelLinear(hidden_size, ba.size, bias=False, output=ba)
-        self.conv1d = CausalConv1d(Dim((q, k, v), groups=1), conv_kernel, bias=False)
+        self.in_proj_ba: ColumnParallelLinear
+        self.separate = separate
+        if separate:
+            self.in_proj_qkv = ColumnParallelLinear(hidden_size, qkv.size, bias=False, output=qkv)
+            self.in_proj_z = ColumnParallelLinear(hidden_size, values, bias=False)
+            self.in_proj_ba = MergedColumnParallelLinear(
+                hidden_size, [num_value_heads] * 2, False, shard_names=("in_proj_b", "in_proj_a")
+            )
+        else:
+            qkvz = Dim((q, k, v, z), groups=num_key_heads)
+            b, a = Slot("b", num_value_heads, size), Slot("a", num_value_heads, size)
+            ba = Dim((b, a), groups=num_key_heads)
+            self.in_proj_qkvz = ColumnParallelLinear(
+                hidden_size, qkvz.size, bias=False, output=qkvz
+            )
+            self.in_proj_ba = ColumnParallelLinear(hidden_size, ba.size, bias=False, output=ba)
+        self.conv1d = CausalConv1d(qkv, conv_kernel, bias=False)
         self.norm = GatedRMSNorm(value_dim, eps)
         self.out_proj = RowParallelLinear(values, hidden_size, bias=False)
         recurrence = self.num_value_heads, key_dim, value_dim
@@ -86,8 +103,11 @@ class GatedDeltaNet(DecayingLayer):
         Without ``metadata`` the tokens are one whole sequence, and no state is kept. With
         ``metadata``, torch.compile breaks the graph here.
         """
-        channels = len(self.conv1d.weight)
-        qkv, z = self.in_proj_qkvz(x).split([channels, self.value_features], dim=-1)
+        if self.separate:
+            qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
+        else:
+            sizes = [len(self.conv1d.weight), self.value_features]
+            qkv, z = self.in_proj_qkvz(x).split(sizes, dim=-1)
         b, a = self.in_proj_ba(x).split(self.num_value_heads, dim=-1)
         log_decay = self.decay() * F.softplus(a.float() + self.dt_bias)
         y = self.over_sequences(self._recur, metadata, qkv, log_decay, b.sigmoid())

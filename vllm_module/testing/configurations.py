@@ -56,6 +56,22 @@ _SPARSE_LAYERS: Mapping[str, st.SearchStrategy[Any]] = {
     "mlp_only_layers": st.none() | st.just([0]),
     **_EXPERTS,
 }
+_QWEN_HYBRID: Mapping[str, st.SearchStrategy[Any]] = {
+    "head_dim": st.sampled_from([8, 16]),
+    "shared_expert_intermediate_size": st.just(24),
+    "attention_bias": st.booleans(),
+    "full_attention_interval": st.integers(1, 3),
+    "linear_num_key_heads": st.just(12),
+    "linear_num_value_heads": st.sampled_from([12, 24]),
+    "linear_key_head_dim": st.integers(1, 3),
+    "linear_value_head_dim": st.integers(1, 3),
+    "linear_conv_kernel_dim": st.integers(2, 4),
+}
+_QWEN_HYBRID_EXPERTS: Mapping[str, st.SearchStrategy[Any]] = {
+    **_QWEN_HYBRID,
+    **_EXPERTS,
+    "moe_intermediate_size": st.just(24),
+}
 
 _BERT: Mapping[str, st.SearchStrategy[Any]] = {
     "hidden_act": st.sampled_from(["gelu", "gelu_new"]),
@@ -182,18 +198,11 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "use_sliding_window": st.booleans(),
         "sliding_window": st.integers(1, 4),
     },
-    "Qwen3NextForCausalLM": {
-        **_SPARSE_LAYERS,
-        "head_dim": st.sampled_from([8, 16]),
-        "shared_expert_intermediate_size": st.just(24),
-        "attention_bias": st.booleans(),
-        "full_attention_interval": st.integers(1, 3),
-        "linear_num_key_heads": st.just(12),
-        "linear_num_value_heads": st.sampled_from([12, 24]),
-        "linear_key_head_dim": st.integers(1, 3),
-        "linear_value_head_dim": st.integers(1, 3),
-        "linear_conv_kernel_dim": st.integers(2, 4),
-    },
+    "Qwen3NextForCausalLM": {**_SPARSE_LAYERS, **_QWEN_HYBRID},
+    "Qwen3_5ForCausalLM": _QWEN_HYBRID,
+    "Qwen3_5ForConditionalGeneration": _QWEN_HYBRID,
+    "Qwen3_5MoeForCausalLM": _QWEN_HYBRID_EXPERTS,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_HYBRID_EXPERTS,
     "Starcoder2ForCausalLM": {"attention_bias": st.booleans(), "sliding_window": _WINDOWS},
     "RobertaForMaskedLM": _BERT,
     "RobertaForSequenceClassification": {**_BERT, "id2label": _LABELS},

@@ -1,0 +1,56 @@
+"""Qwen3.5 keeps the laws of loading, and loads from files of text and images."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from vllm_module import ModelConfig, get_model
+from vllm_module.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from vllm_module.testing import LAWS, model_configs
+
+CASES = runpy.run_path(str(Path(__file__).with_name("configurations.py")))
+IMAGES = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "patch_size": 4,
+}  # fmt: skip
+# As in published files; for text alone the three positions of a token are the same number.
+ROPE = {
+    "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_qwen3_5_keeps_the_law(law) -> None:
+    """Whatever the configuration and however many ranks share it, the law holds."""
+    law(Qwen3_5ForCausalLM, model_configs("Qwen3_5ForCausalLM"))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_qwen3_5moe_keeps_the_law(law) -> None:
+    """Whatever the configuration and however many ranks share it, the law holds."""
+    law(Qwen3_5MoeForCausalLM, model_configs("Qwen3_5MoeForCausalLM"))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_5", "qwen3.5"), ("qwen3_5_moe", "qwen3.5-moe")])
+def test_the_text_model_of_a_file_with_images(kind: str, name: str, tmp_path: Path) -> None:
+    """Logits are transformers' of the whole model; what is for images is skipped, with a reason."""
+    text = CASES["CONFIGS"][name] | {"rope_parameters": ROPE}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=IMAGES)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = get_model(model_config=ModelConfig(model=str(tmp_path), dtype="float32"))
+    ids = torch.arange(20)
+    with torch.no_grad():
+        logits = model.compute_logits(model(ids, ids))
+        torch.testing.assert_close(logits, theirs(input_ids=ids[None]).logits[0])
+    assert model.load_report is not None
+    skipped = {name.split(".")[1] for name in model.load_report.skipped}
+    assert skipped == {"visual"}
