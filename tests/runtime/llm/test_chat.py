@@ -248,6 +248,25 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
     assert json.dumps(sent) == before
 
 
+def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
+    """As in transformers; but not beside text and calls, where gpt-oss's refuses ``thinking``."""
+    source = (
+        "{% for m in messages %}{{ raise_exception('all') if m.content and m.thinking and "
+        "m.tool_calls }}{{ m.thinking }}|{{ m.reasoning_content }};{% endfor %}"
+    )
+    template = ChatTemplate(tmp_path, source)
+    said: dict[str, Any] = {"role": "assistant", "content": "a"}
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        messages = [said, {**said, name: "hm"}]
+        ([written], _) = render_jinja_template([messages], chat_template=source)
+        assert template.render(messages) == written
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert template.render([{**said, "tool_calls": calls, "reasoning": "hm"}]) == "|hm;"
+    assert template.render([{**said, "content": "", "tool_calls": calls, "reasoning": "hm"}]) == (
+        "hm|hm;"
+    )
+
+
 def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:
     """``{% generation %}`` marks the assistant's text for trainers, and shows it."""
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"

@@ -32,6 +32,7 @@ _TEXTS = {
     "text": "text", "input_text": "text", "output_text": "text",
     "refusal": "refusal", "thinking": "thinking",
 }  # fmt: skip
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 
 
 def template_text(template: str | Path) -> str:
@@ -339,6 +340,11 @@ def _formatted(
         content = parts if lists else "\n".join(filter(None, texts))  # as vLLM
     elif isinstance(content, str) and not strings and lists:
         content = [{"type": "text", "text": content}]
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is not None:  # each template reads one of the first two, as of transformers
+        message = {**message, "reasoning_content": reasoning}
+        if not (content and message.get("tool_calls")):  # gpt-oss's refuses all three
+            message = {"thinking": reasoning, **message}
     return {**message, "content": content}
 
 
