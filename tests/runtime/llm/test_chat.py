@@ -221,7 +221,7 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
     """As transformers renders the form that the model knows, whatever form clients send."""
     source, user = FORMS_OF_CALLS[name], {"role": "user", "content": "Hi"}
 
-    def turns(content: str | None, as_text: bool, ids: list[str]) -> list[dict[str, Any]]:
+    def turns(content: Any, as_text: bool, ids: list[str]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [user]
         for at, each in enumerate(ids):
             arguments: Any = {"city": "Rome", "day": at}
@@ -233,7 +233,6 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
             found.append({"role": "tool", "tool_call_id": each, "content": f"result {at}"})
         return [*found, {"role": "assistant", "content": "So."}, user]
 
-    sent = turns(None, True, ["toolu_123456789", "f:1"])
     known = {
         "deepseek": (None, True, ["", ""]),
         "mistral": (None, False, ["123456789", "000000f:1"]),
@@ -241,11 +240,13 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
         "glm": ("", False, ["", ""]),
     }
     ([written], _) = render_jinja_template([turns(*known[name])], chat_template=source)
-    before = json.dumps(sent)
     template = ChatTemplate(tmp_path, source)
-    for messages in (sent, turns(None, False, ["toolu_123456789", "f:1"])):
-        assert template.render(messages) == written
-    assert json.dumps(sent) == before
+    for content in (None, "", []):
+        for as_text in (False, True):
+            messages = turns(content, as_text, ["toolu_123456789", "f:1"])
+            before = json.dumps(messages)
+            assert template.render(messages) == written
+            assert json.dumps(messages) == before
 
 
 def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:

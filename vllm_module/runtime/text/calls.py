@@ -29,7 +29,7 @@ class CallForm(NamedTuple):
     """A form of messages with calls.
 
     Attributes:
-        null: whether content that is null stays null; else it is empty.
+        null: whether a message that has calls and no content has null as its content.
         as_text: whether arguments are JSON text; else they are a mapping.
         ids: what ids of calls are, a key of ``_IDS``.
 

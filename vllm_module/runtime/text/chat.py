@@ -328,18 +328,19 @@ def _formatted(
 ) -> Mapping[str, Any]:
     """Return a message with its content in a form that the template takes: text or a list.
 
-    With ``null``, content beside calls may be null.
+    With ``null``, no content beside calls is null.
     """
     content: Any = message.get("content")
     if content is None:
-        if not (null and message.get("tool_calls")):
-            content = "" if strings else []
+        content = "" if strings else []
     elif isinstance(content, (list, tuple)):
         texts = [text for text in map(_text, content) if text is not None]
         parts = [{"type": "text", "text": text} for text in texts]
         content = parts if lists else "\n".join(filter(None, texts))  # as vLLM
     elif isinstance(content, str) and not strings and lists:
         content = [{"type": "text", "text": content}]
+    if null and not content and message.get("tool_calls"):
+        content = None
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if reasoning is not None:  # each template reads one of the first two, as of transformers
         message = {**message, "reasoning_content": reasoning}
