@@ -28,6 +28,7 @@ from vllm_module.server.state import State
 from vllm_module.server.tools import Formats
 
 _STOP_REASONS = {"length": "max_tokens"}  # else the end of the model's turn
+_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # what Claude Code sends
 _CHANGES = {"begin": "start", "more": "delta", "end": "stop"}
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -56,7 +57,8 @@ class MessagesBody(ConversationBody):
 
     unsupported = {
         **ONE_ANSWER,
-        **refused("container", "context_management"),
+        **refused("container"),
+        "context_management": ({"edits": []}, {"edits": [_KEEP_THINKING]}),
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
     }
