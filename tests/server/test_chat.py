@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 
@@ -130,9 +131,9 @@ def test_a_message_without_calls(folder: Path, start: Any, tmp_path: Path) -> No
             (said | {"tool_calls": []}, {"role": "assistant", "content": "yo"}),
             (asked.model_dump(), {"role": "assistant", "content": None, "tool_calls": [call]}),
         ):
-            written = reference.apply_chat_template(
-                [user, least, user], chat_template=ASKS_BY_NAME, return_dict=False
-            )
+            # Its tokenizers' own method leaves out what is null, which this template asks for.
+            ([text], _) = render_jinja_template([[user, least, user]], chat_template=ASKS_BY_NAME)
+            written = reference.encode(text)
             body = {"model": "tiny", "messages": [user, answer, user], "max_tokens": 1}
             status, got = server.ask(
                 "POST", "/v1/chat/completions", {**body, "return_token_ids": True}

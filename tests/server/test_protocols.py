@@ -21,6 +21,7 @@ from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.server import messages, responses
@@ -186,7 +187,7 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("role", BLOCKS)
 def test_no_block_of_messages_is_lost(role: str) -> None:
-    """Any three blocks: texts and calls are one message, each result is one, reasoning is none.
+    """Any three blocks: texts and calls are one message, with their reasoning, each result is one.
 
     A message without blocks stays one, so that turns alternate as they were given.
     """
@@ -214,6 +215,8 @@ def test_no_block_of_messages_is_lost(role: str) -> None:
             for each in own:
                 assert each["role"] == role
                 assert [part["text"] for part in each["content"]] == [t["text"] for t in of["text"]]
+                thoughts = [block["thinking"] for block in of.get("thinking", ())]
+                assert each.get("reasoning_content", "") == "\n".join(thoughts)
                 listed = each.get("tool_calls", [])
                 assert ("tool_calls" in each) == bool(calls)
                 assert [(call["id"], call["function"]["name"]) for call in listed] == [
@@ -420,24 +423,69 @@ def test_a_last_message_of_the_assistant_is_continued(server: Any, sync: LLM, st
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
 
 
+def test_reasoning_of_a_turn_with_tools_is_in_the_prompt(
+    folder: Path, start: Any, tmp_path: Path
+) -> None:
+    """In each protocol, under the name that the template reads, as transformers renders it."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    user, result = {"role": "user", "content": "Hi"}, {"type": "tool_result", "tool_use_id": "c"}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    chat = [user, {**said, "reasoning_content": "hm"}, {"role": "tool", "content": "ok"}]
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+    ]
+    items = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "ok"},
+    ]
+    for name in ("reasoning_content", "thinking"):  # of most, and of gpt-oss's
+        source = "{% for m in messages %}<{{ m.role }}>{% if m.NAME %}({{ m.NAME }}){% endif %}"
+        source = source.replace("NAME", name) + "{{ m.content }}{% endfor %}"
+        ([text], _) = render_jinja_template([chat], chat_template=source)
+        own = shutil.copytree(folder, tmp_path / name)
+        (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+        llm = LLM(str(own), kv_cache_memory_bytes=4 << 20, dtype="float32", device="cpu")
+        with start(AsyncLLM(llm)) as server:
+            turn = [{"role": "assistant", "content": blocks}]
+            turn += [{"role": "user", "content": [{**result, "content": "ok"}]}]
+            for path, body in {
+                "chat/completions": {"messages": chat, "max_tokens": 1},
+                "messages": {"messages": [user, *turn], "max_tokens": 1},
+                "responses": {"input": [user, *items], "max_output_tokens": 1},
+            }.items():
+                status, got = server.ask("POST", f"/v1/{path}", {"model": "tiny", **body})
+                usage = got["usage"]
+                tokens = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+                tokens += usage.get("cache_read_input_tokens", 0)
+                assert (status, tokens) == (200, len(text)), path
+
+
 def test_what_one_turn_said_is_one_message() -> None:
     """Any items between two others: calls are in one message, with the text beside them.
 
-    Two texts stay two messages, and reasoning is none. In chat completions, the same turns have
-    such messages.
+    Two texts stay two messages, and reasoning is of the message after it. In chat completions, the
+    same turns have such messages.
     """
     kinds = {"t": "message", "c": "function_call", "r": "reasoning"}
     expected = {  # texts and calls of each message
         "c": [(None, "0")], "cc": [(None, "01")], "tc": [("0", "1")], "tcc": [("0", "12")],
         "ct": [("1", "0")], "ctc": [("1", "02")], "t": [("0", "")], "tt": [("0", ""), ("1", "")],
         "ttc": [("0", ""), ("1", "2")], "tct": [("0", "1"), ("2", "")], "rtrcrc": [("1", "35")],
-        "r": [],
+        "r": [], "rt": [("1", "")], "trt": [("0", ""), ("2", "")], "rcc": [(None, "12")],
+        "rrc": [(None, "2")], "tr": [("0", "")],
+    }  # fmt: skip
+    reasoning = {
+        "rtrcrc": ["024"], "rt": ["0"], "trt": ["", "1"], "rcc": ["0"], "rrc": ["01"],
     }  # fmt: skip
     user = {"role": "user", "content": "hi"}
     for items, turns in expected.items():
         given: list[dict[str, Any]] = [user]
         for at, kind in enumerate(items):
-            item = {"role": "assistant", "content": str(at)} if kind == "t" else {}
+            item: dict[str, Any] = {"role": "assistant", "content": str(at)} if kind == "t" else {}
+            if kind == "r":
+                item = {"content": [{"type": "reasoning_text", "text": str(at)}], "summary": []}
             if kind == "c":
                 item = {"call_id": str(at), "name": "f", "arguments": "{}"}
             given.append({"type": kinds[kind], **item})
@@ -457,6 +505,8 @@ def test_what_one_turn_said_is_one_message() -> None:
             for each in said
         ]
         assert told == turns, items
+        thoughts = ["".join(each.get("reasoning_content", "").split()) for each in said]
+        assert thoughts == reasoning.get(items, [""] * len(turns)), items
 
 
 FUNCTION = {"name": "f", "description": "d"}

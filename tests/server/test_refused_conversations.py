@@ -55,6 +55,7 @@ def test_salts_keep_pages_apart_in_every_protocol(server: Any, path: str) -> Non
     assert found[2] >= 16
 
 
+KEEP = {"type": "clear_thinking_20251015", "keep": "all"}
 STREAMED = {"stream": True, "stream_options": {"include_obfuscation": False}}
 ASKS_NOTHING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**HI, "top_logprobs": 0}),
@@ -66,6 +67,7 @@ ASKS_NOTHING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**HI, "stream": True, "stream_options": {"include_usage": None}}),
     ("/v1/responses", {"input": "a", "text": {"format": None, "verbosity": None}}),
     ("/v1/messages", {**HI, "thinking": {"type": "adaptive", "budget_tokens": None}}),
+    ("/v1/messages", {**HI, "context_management": {"edits": [KEEP]}}),
 ]
 
 

@@ -28,6 +28,7 @@ from vllm_module.server.state import State
 from vllm_module.server.tools import Formats
 
 _STOP_REASONS = {"length": "max_tokens"}  # else the end of the model's turn
+_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # what Claude Code sends
 _CHANGES = {"begin": "start", "more": "delta", "end": "stop"}
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -56,7 +57,8 @@ class MessagesBody(ConversationBody):
 
     unsupported = {
         **ONE_ANSWER,
-        **refused("container", "context_management"),
+        **refused("container"),
+        "context_management": ({"edits": []}, {"edits": [_KEEP_THINKING]}),
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
     }
@@ -131,13 +133,17 @@ def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -
 
 
 def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages that one of Anthropic's stands for: results of tools are their own."""
+    """Yield the messages that one of Anthropic's stands for: results of tools are their own.
+
+    Templates decide which reasoning they write: most do that of the turn that goes on.
+    """
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": content}
         return
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for at, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "text":
@@ -148,11 +154,15 @@ def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]
         elif kind == "tool_result" and role == "user":
             result = block.get("content", "")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-        elif kind not in ("thinking", "redacted_thinking"):  # which templates leave out of history
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind not in ("thinking", "redacted_thinking"):
             what = "is not supported: only text, calls and their results are, got type"
             raise ApiError(400, f"{where}.content[{at}] {what} {shorten(kind)}", "messages")
     if texts or calls or not content:
         own: dict[str, Any] = {"role": role, "content": texts}
+        if thoughts:
+            own["reasoning_content"] = "\n".join(thoughts)
         yield {**own, "tool_calls": calls} if calls else own
 
 

@@ -112,7 +112,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
 
 
 def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the message that an item stands for; reasoning stands for none."""
+    """Yield the message that an item stands for; reasoning is of the message after it."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if isinstance(item, Mapping) and kind == "message":
         yield {"role": item.get("role"), "content": item.get("content")}
@@ -122,20 +122,38 @@ def _messages(item: object, where: str) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": None, "tool_calls": [call]}
     elif isinstance(item, Mapping) and kind == "function_call_output":
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-    elif kind != "reasoning":
+    elif isinstance(item, Mapping) and kind == "reasoning":
+        content = item.get("content")
+        parts = [p for p in content if isinstance(p, Mapping)] if isinstance(content, list) else []
+        if texts := [part["text"] for part in parts if isinstance(part.get("text"), str)]:
+            yield {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
+    else:
         what = "is not supported: only messages, function calls and their outputs are, got"
         raise ApiError(400, f"{where} {what} {shorten(item if kind is None else kind)}", "input")
 
 
 def _joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of which those of one turn, a text with its calls, are one."""
+    """Return messages of which those of one turn, a text with its calls, are one.
+
+    Reasoning is in the message that follows it, unless that is not the assistant's.
+    """
     found: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for each in messages:
+        if each.keys() == {"role", "content", "reasoning_content"} and each["content"] is None:
+            thoughts.append(each["reasoning_content"])
+            continue
         before = found[-1] if found else {}
         calls = [*before.get("tool_calls", ()), *each.get("tool_calls", ())]
         same = before.get("role") == each["role"] == "assistant"
         texts = [own["content"] for own in (before, each) if own.get("content") is not None]
-        if same and calls and len(texts) < 2:
+        joins = same and calls and len(texts) < 2
+        if joins and "reasoning_content" in before:
+            thoughts.insert(0, before["reasoning_content"])
+        if thoughts and each["role"] == "assistant":
+            each = {**each, "reasoning_content": "\n".join(thoughts)}
+        thoughts = []
+        if joins:
             content = texts[0] if texts else None
             found[-1] = {**before, **each, "content": content, "tool_calls": calls}
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from vllm_module import LLM
 from vllm_module.errors import CheckpointFormatError
@@ -192,6 +193,79 @@ def test_messages_of_tools_are_rendered_as_elsewhere(tmp_path: Path) -> None:
     del first["function"]["name"]
     assert template.render([message({}), {"role": "assistant", "tool_calls": [first]}]) == ";Rome;"
     assert given[0]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'  # unchanged
+
+
+OTHERWISE = "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+CALLS = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+FORMS_OF_CALLS = {
+    # DeepSeek's: calls are looked for where content is null, and arguments are added as text.
+    "deepseek": "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+    "{% for c in m.tool_calls %}{{ c.function.name + '|' + c.function.arguments }}{% endfor %}"
+    + OTHERWISE,
+    # Mistral's: an id has nine characters, there and at the result.
+    "mistral": CALLS + "{{ c.function|tojson }}{{ raise_exception('nine') if c.id|length != 9 }}"
+    "{{ c.id }}{% endfor %}{% elif m.role == 'tool' %}{{ m.tool_call_id }}"
+    "{{ raise_exception('nine') if m.tool_call_id|length != 9 }}" + OTHERWISE,
+    # Kimi's: the id has the function's name, which is written nowhere else.
+    "kimi": CALLS + "<call>{{ c.id }}{{ c.function.arguments|tojson }}{% endfor %}"
+    "{% elif m.role == 'tool' %}Return of {{ m.tool_call_id }}" + OTHERWISE,
+    # GLM's writes content that is no text as it is.
+    "glm": CALLS + "{{ m.content }}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}"
+    + OTHERWISE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS_OF_CALLS)
+def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: str) -> None:
+    """As transformers renders the form that the model knows, whatever form clients send."""
+    source, user = FORMS_OF_CALLS[name], {"role": "user", "content": "Hi"}
+
+    def turns(content: Any, as_text: bool, ids: list[str]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [user]
+        for at, each in enumerate(ids):
+            arguments: Any = {"city": "Rome", "day": at}
+            if as_text:
+                arguments = json.dumps(arguments)
+            function = {"name": f"f{at}", "arguments": arguments}
+            call = {"id": each, "type": "function", "function": function}
+            found.append({"role": "assistant", "content": content, "tool_calls": [call]})
+            found.append({"role": "tool", "tool_call_id": each, "content": f"result {at}"})
+        return [*found, {"role": "assistant", "content": "So."}, user]
+
+    known = {
+        "deepseek": (None, True, ["", ""]),
+        "mistral": (None, False, ["123456789", "000000f:1"]),
+        "kimi": (None, False, ["functions.f0:0", "functions.f1:1"]),
+        "glm": ("", False, ["", ""]),
+    }
+    ([written], _) = render_jinja_template([turns(*known[name])], chat_template=source)
+    template = ChatTemplate(tmp_path, source)
+    for content in (None, "", []):
+        for as_text in (False, True):
+            messages = turns(content, as_text, ["toolu_123456789", "f:1"])
+            before = json.dumps(messages)
+            assert template.render(messages) == written
+            assert json.dumps(messages) == before
+
+
+def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
+    """As in transformers; but not beside text and calls, where gpt-oss's refuses ``thinking``."""
+    source = (
+        "{% for m in messages %}{{ raise_exception('all') if m.content and m.thinking and "
+        "m.tool_calls }}{{ m.thinking }}|{{ m.reasoning_content }};{% endfor %}"
+    )
+    template = ChatTemplate(tmp_path, source)
+    said: dict[str, Any] = {"role": "assistant", "content": "a"}
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        messages = [said, {**said, name: "hm"}]
+        ([written], _) = render_jinja_template([messages], chat_template=source)
+        assert template.render(messages) == written
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    assert template.render([{**said, "tool_calls": calls, "reasoning": "hm"}]) == "|hm;"
+    assert template.render([{**said, "content": "", "tool_calls": calls, "reasoning": "hm"}]) == (
+        "hm|hm;"
+    )
 
 
 def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.text.calls import FORMS, NAME, TRIED, CallForm, with_calls
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.weights import read_file, read_json
 from vllm_module.weights.hub import TEMPLATES
@@ -32,6 +32,7 @@ _TEXTS = {
     "text": "text", "input_text": "text", "output_text": "text",
     "refusal": "refusal", "thinking": "thinking",
 }  # fmt: skip
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 
 
 def template_text(template: str | Path) -> str:
@@ -130,6 +131,7 @@ class ChatTemplate:
         self.source = self._default() if template is None else template
         self._tools_template: ChatTemplate | None = None  # once it was used
         self._shown: tuple[bool, bool] | None = None  # known after the first try
+        self._call_form: CallForm | None = None
         self._unread: set[str] = set()  # variables that were logged as unread
         try:
             self._variables = self._process.names(self.source)
@@ -167,6 +169,26 @@ class ChatTemplate:
             if len(set(written)) == len(_PROBES):
                 return _UNSHOWN not in written[0].lower()
         return False
+
+    def _form_of_calls(self) -> CallForm:
+        """Return the first form of calls in which the template shows the function's name.
+
+        Content that is null is no form of a template that writes "None" for it. A template that
+        shows no call gets what most take.
+        """
+        if self._call_form is None:
+            self._call_form = next(filter(self._shows_calls, FORMS), CallForm())
+        return self._call_form
+
+    def _shows_calls(self, form: CallForm) -> bool:
+        names = [name for name in self._variables if name.endswith("_token")]
+        given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
+        tried = [_formatted(message, *self._takes(), form.null) for message in TRIED]
+        try:
+            text = self._process.render(self.source, {**given, "messages": with_calls(tried, form)})
+        except ValueError:
+            return False
+        return NAME in text and not (form.null and "None" in text)
 
     def _default(self) -> str:
         if "default" in self.named:
@@ -256,7 +278,10 @@ class ChatTemplate:
                 "continue_final_message continues the last message, and add_generation_prompt "
                 "begins a new one: give add_generation_prompt=False"
             )
-        formatted = [_formatted(message, strings, lists) for message in listed]
+        has_calls = any(message.get("tool_calls") for message in listed)
+        form = self._form_of_calls() if has_calls else CallForm()
+        formatted = [_formatted(message, strings, lists, form.null) for message in listed]
+        formatted = with_calls(formatted, form)
         if continue_final_message:
             formatted[-1] = _with_end(formatted[-1])
         own = {
@@ -281,7 +306,7 @@ def _with_end(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(content, list):
         last = [{"type": "text", "text": (content[-1]["text"] if content else "") + mark}]
         return {**message, "content": content[:-1] + last}
-    return {**message, "content": f"{content}{mark}"}
+    return {**message, "content": f"{content or ''}{mark}"}
 
 
 def _cut_at_end(text: str) -> str:
@@ -298,8 +323,13 @@ def _cut_at_end(text: str) -> str:
     return text[:at] if text.startswith(f"{_END} ", at) else text[:at].rstrip()
 
 
-def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mapping[str, Any]:
-    """Return a message with its content in a form that the template takes: text or a list."""
+def _formatted(
+    message: Mapping[str, Any], strings: bool, lists: bool, null: bool
+) -> Mapping[str, Any]:
+    """Return a message with its content in a form that the template takes: text or a list.
+
+    With ``null``, no content beside calls is null.
+    """
     content: Any = message.get("content")
     if content is None:
         content = "" if strings else []
@@ -309,10 +339,14 @@ def _formatted(message: Mapping[str, Any], strings: bool, lists: bool) -> Mappin
         content = parts if lists else "\n".join(filter(None, texts))  # as vLLM
     elif isinstance(content, str) and not strings and lists:
         content = [{"type": "text", "text": content}]
-    message = {**message, "content": content}
-    if isinstance(calls := message.get("tool_calls"), (list, tuple)):
-        message["tool_calls"] = [*map(_with_arguments, calls)]
-    return message
+    if null and not content and message.get("tool_calls"):
+        content = None
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is not None:  # each template reads one of the first two, as of transformers
+        message = {**message, "reasoning_content": reasoning}
+        if not (content and message.get("tool_calls")):  # gpt-oss's refuses all three
+            message = {"thinking": reasoning, **message}
+    return {**message, "content": content}
 
 
 def _text(part: object) -> str | None:
@@ -324,16 +358,3 @@ def _text(part: object) -> str | None:
     if text is not None and not isinstance(text, str):
         raise ValueError(f"a part of a message's content should be text, got {shorten(part)}")
     return text
-
-
-def _with_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments parsed, if they are JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return call
-    arguments = function.get("arguments")
-    try:
-        read = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": read or {}}}
