@@ -370,6 +370,48 @@ def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Pat
     assert stop_tokens(folder) == {401, 7}
 
 
+# What published files name as the end, tokens of their vocabularies, and those of them that end an
+# answer by generation_config.json of the same model, and by llama.cpp.
+PUBLISHED_ENDS: dict[str, tuple[str, list[str], list[str]]] = {
+    "gemma-2-9b-it": ("<eos>", ["<start_of_turn>", "<end_of_turn>"], ["<end_of_turn>"]),
+    "Phi-3-mini-4k-instruct": (
+        "<|endoftext|>", ["<|assistant|>", "<|end|>", "<|user|>"], ["<|end|>"]
+    ),
+    "Qwen3-8B": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"], ["<|endoftext|>"]),
+    "Llama-3.1-8B-Instruct": (
+        "<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>"], ["<|end_of_text|>", "<|eom_id|>"]
+    ),
+    "gpt-oss-20b": (
+        "<|return|>", ["<|endoftext|>", "<|end|>", "<|call|>", "<|channel|>"],
+        ["<|endoftext|>", "<|call|>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", PUBLISHED_ENDS)
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER])
+def test_an_answer_ends_where_turns_do(write: Callable[..., Path], model: str, kind: int) -> None:
+    """Files of models that chat seldom name the end of a turn; their texts leave it out."""
+    end, others, ends = PUBLISHED_ENDS[model]
+    tokens = ["a", "b", end, *others, "ab"]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([NORMAL, NORMAL, CONTROL, *[kind] * len(others), NORMAL])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(2)
+
+    folder = find_source(str(write("qwen2", add, lambda writer: None))).folder
+    expected = {tokens.index(each) for each in (end, *ends)}
+    assert stop_tokens(folder) == expected
+    tokenizer = Tokenizer(folder)
+    for token in expected:
+        assert tokenizer.encode(tokens[token]) == [token]
+        assert tokenizer.decode([0, token], skip_special_tokens=True) == "a"
+
+
 def test_a_tokenizer_beside_the_file_goes_before_its_metadata(
     write: Callable[..., Path],
 ) -> None:

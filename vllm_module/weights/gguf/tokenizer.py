@@ -7,7 +7,7 @@ of tokenizer splits and decodes text was taken from the models' own ``tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_module.base.messages import describe_error, shorten
@@ -66,6 +66,29 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
 # With these, a word in the vocabulary is used whole, without merges, and texts begin with the token
 # "bos" unless a key says otherwise: ``llama_vocab::impl::load`` of llama.cpp.
 _WHOLE_FIRST = {*_LIKE_LLAMA3, "tekken"}
+# Tokens that end an answer, whatever their type: most files that have one name the end of a text
+# only. Those of llama.cpp (``llama_vocab::impl::load``) that models of known architectures have.
+_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
+    "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>",
+    "<end_of_utterance>",
+}  # fmt: skip
+_OF_HARMONY = {"<|return|>", "<|call|>"}  # beside these, <|end|> ends only a part of an answer
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end an answer, by keys of their own or by their text."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []  # another value is refused later
+    number = {each: at for at, each in enumerate(tokens) if isinstance(each, str)}
+    named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    found = [each for each in named if each is not None]
+    return list(dict.fromkeys(found + sorted(number[each] for each in _ends(number))))
+
+
+def _ends(tokens: Iterable[str]) -> set[str]:
+    ends = _ENDS.intersection(tokens)
+    return ends - {"<|end|>"} if ends >= _OF_HARMONY else ends
 
 
 def tokenizer_files(
@@ -152,8 +175,11 @@ def _tokenizer(
     if not isinstance(types, list) or len(types) not in (0, len(tokens)):
         _refuse(where, "token_type", f"a list of {len(tokens)} numbers", types)
     of_type: dict[int, list[str]] = {_CONTROL: [], _USER_DEFINED: []}
+    ends = _ends(tokens)
     for token, number in zip(tokens, types, strict=False):
-        if number in of_type:
+        if token in ends:
+            of_type[_CONTROL].append(token)
+        elif number in of_type:
             of_type[number].append(token)
     named = list(special.values())
     try:
