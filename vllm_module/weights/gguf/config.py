@@ -239,7 +239,12 @@ def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
 
 
 def _phi3(of: Metadata, entries: Entries) -> Entries:
-    return {"sliding_window": _window(of)}
+    window = _window(of)
+    if of.get("attention.sliding_window") is None:
+        # Files from before the key, such as Microsoft's own of Phi-3-mini-4k and -medium-4k.
+        sizes = entries["num_hidden_layers"], entries["max_position_embeddings"]
+        window = 2047 if sizes in ((32, 4096), (40, 4096)) else None
+    return {"sliding_window": window}
 
 
 # DeepSeek-V2, V3 and R1, by number of experts: the number of groups, and how many groups a token's
