@@ -207,6 +207,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), ((LLAMA3,), True)),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), ((LLAMA3,), True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), ((LLAMA3,), False)),  # Phi-4 has dbrx
     **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), ((QWEN2,), False)),
     "tekken": ((TEKKEN,), True),
@@ -359,6 +360,28 @@ def test_the_first_token_may_be_the_unknown_one() -> None:
     keys = {"model": "llama", "tokens": tokens, "unknown_token_id": 0}
     tokenizer, _ = made("gemma2", **keys)
     assert tokenizer.encode("aéb").tokens == ["a", "<unk>", "b"]
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER])
+@pytest.mark.parametrize("name", ["Phi-3 Mini 4k Instruct", "Phi3", "Phi 4"])
+def test_added_tokens_of_phi_3_take_the_spaces_behind_them(name: str, kind: int) -> None:
+    """Its tokenizer.json says so (``rstrip``), and llama.cpp knows it by the model's name."""
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "<|user|>", "<|end|>"]
+    keys = {
+        "model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens), "unknown_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "token_type": [2, 3, 3, 6, 1, 1, kind, kind],
+    }  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    named = {"general.architecture": "phi3", "general.name": name}
+    files = tokenizer_files({**named, **metadata}, "x.gguf", ())
+    tokenizer = FastTokenizer.from_str(files["tokenizer.json"].decode())
+    strips = name != "Phi 4"
+    for text in ("<|user|>\n a<|end|> \n<|user|>", "a</s>\na", "<|end|>  "):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        without = "".join(text.split())
+        assert (ids == tokenizer.encode(without, add_special_tokens=False).ids) == strips, text
+    for text in ("<s>\na", "<unk> ", "a\n<|end|>"):
+        assert tokenizer.encode(text).ids != tokenizer.encode("".join(text.split())).ids, text
 
 
 def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:

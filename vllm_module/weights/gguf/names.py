@@ -163,11 +163,13 @@ def renamed(name: str, architecture: Architecture) -> str:
     *above, last = name.split(".")
     if len(above) == 1 and above[0] in _TOP:
         return f"{_TOP[above[0]]}.{last}"
+    if above[:1] != ["blk"]:
+        return name
     component = ".".join(above[2:])
     apart = _ONE_EXPERT.fullmatch(component)
     if apart is not None and (experts := architecture.layer.get(f"{apart[1]}_exps")) is not None:
         return f"model.layers.{above[1]}.{experts.replace('*', apart[2])}.{last}"
-    if above[:1] == ["blk"] and component in architecture.layer:
+    if component in architecture.layer:
         found = f"model.layers.{above[1]}.{architecture.layer[component]}"
         return found if component in _WITHOUT_LAST else f"{found}.{last}"
     return name

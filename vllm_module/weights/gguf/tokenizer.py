@@ -54,7 +54,7 @@ _LIKE_LLAMA3 = (
 )  # fmt: skip
 # Patterns that split text before it is encoded, one after the other, by tokenizer.ggml.pre.
 _SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
     "deepseek-v3": _DEEPSEEK3,
     "tekken": (_TEKKEN,),
@@ -73,6 +73,8 @@ _ENDS = {
     "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>",
     "<end_of_utterance>",
 }  # fmt: skip
+# Added tokens of Phi-3 take the spaces behind them, without these. No key says so.
+_KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 _OF_HARMONY = {"<|return|>", "<|call|>"}  # beside these, <|end|> ends only a part of an answer
 
 
@@ -125,7 +127,9 @@ def tokenizer_files(
     files = {}
     if "tokenizer.json" not in taken:
         architecture = str(metadata.get("general.architecture"))
-        tokenizer = _tokenizer(keys, tokens, special, adds, architecture, where)
+        name = str(metadata.get("general.name")).lower()
+        strips = "phi-3" in name or "phi3" in name  # as llama.cpp looks for it
+        tokenizer = _tokenizer(keys, tokens, special, adds, architecture, strips, where)
         files["tokenizer.json"] = tokenizer.encode()
     if "tokenizer_config.json" not in taken:
         entries: dict[str, Any] = {
@@ -160,9 +164,10 @@ def _tokenizer(
     special: Mapping[str, str],
     adds: Mapping[str, Any],
     architecture: str,
+    strips: bool,
     where: str,
 ) -> str:
-    """Return the contents of tokenizer.json."""
+    """Return the contents of tokenizer.json; ``strips``: added tokens take spaces behind them."""
     from tokenizers import AddedToken
 
     kind = keys["model"]
@@ -193,13 +198,15 @@ def _tokenizer(
                 number: [token for token in added if token in vocabulary]
                 for number, added in of_type.items()
             }
-        tokenizer.add_special_tokens(
-            [AddedToken(each, normalized=False) for each in of_type[_CONTROL]]
+        control, user_defined = (
+            [
+                AddedToken(each, normalized=False, rstrip=strips and each not in _KEEP_SPACES)
+                for each in added
+            ]
+            for added in ([*of_type[_CONTROL], *named], of_type[_USER_DEFINED])
         )
-        tokenizer.add_tokens(
-            [AddedToken(each, normalized=False) for each in of_type[_USER_DEFINED]]
-        )
-        tokenizer.add_special_tokens(named)
+        tokenizer.add_tokens(user_defined)
+        tokenizer.add_special_tokens(control)
         _add_template(tokenizer, special, adds)
         text: str = tokenizer.to_str()
     except (CheckpointFormatError, UnsupportedModelError):
