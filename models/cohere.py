@@ -28,7 +28,13 @@ class CohereConfig(LlamaConfig):
     use_qk_norm: bool = False
     rope_theta: Positive = 500000.0
     max_position_embeddings: Size = 8192
+    model_max_length: Size | None = None
     tie_word_embeddings: bool = True
+
+    @property
+    def context_length(self) -> int | None:
+        """Command R's files have 131,072 tokens there, and 8,192 as max_position_embeddings."""
+        return self.model_max_length or super().context_length
 
 
 class CohereLayerNorm(LayerNorm):

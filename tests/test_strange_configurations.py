@@ -164,6 +164,7 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "rope_scaling.beta_slow": (*NO_POSITIVE, 32.1, 33),
         "rope_scaling.truncate": ("false", 0, 1, [], {}),
         "rope_scaling.attention_factor": NO_POSITIVE,
+        "rope_scaling.attn_factor": NO_POSITIVE,
         "rope_scaling.mscale": (*NO_NUMBER, -1.0, NAN, INFINITY),
         "rope_scaling.original_max_position_embeddings": (*NO_SIZE, 1),
         "rope_theta": (1, 1.0, 0.5),
@@ -283,6 +284,7 @@ HARMLESS: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama3": {"rope_scaling.original_max_position_embeddings": (32,)},
     "yarn": {
         "rope_scaling.beta_fast": (None, 32, 32.0),
+        "rope_scaling.attn_factor": (None, 1, 1.0),
         "rope_scaling.truncate": (None, True),
         "rope_scaling.mscale": (None,),
     },

@@ -101,9 +101,14 @@ class ExtendedRope(RopeParameters):
 
 
 class YarnRope(ExtendedRope):
-    """``yarn`` (arXiv:2309.00071). ``mscale`` and ``mscale_all_dim`` are DeepSeek-V2's."""
+    """``yarn`` (arXiv:2309.00071). ``mscale`` and ``mscale_all_dim`` are DeepSeek-V2's.
+
+    ``attn_factor`` multiplies the ``attention_factor`` that the formula gives, as in vLLM.
+    transformers does not read it. DeepSeek-R1-0528-Qwen3-8B has it.
+    """
 
     rope_theta: Annotated[float, Field(gt=1, le=1e30)] = 10000.0
+    attn_factor: _Positive = 1.0
     beta_fast: _Positive = 32.0
     beta_slow: _Positive = 1.0
     mscale: _NotNegative | None = None

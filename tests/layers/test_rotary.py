@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +149,20 @@ def test_dynamic_scaling_is_that_of_the_longest_sequence(
     assert rotary.attention_scaling == scaling
     plain = ours(config_of(SCALINGS["default"], share)).inv_freq
     assert torch.allclose(rotary.inv_freq, plain) is ((max_model_len or 0) <= 96)
+
+
+def test_attn_factor_multiplies_yarns_own_factor() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B takes back YaRN's factor, 0.1 ln 4 + 1, as vLLM computes it."""
+    published = YARN | {
+        "original_max_position_embeddings": 32768,
+        "attn_factor": 0.8782488562869419,
+    }
+    assert ours(config_of(published)).attention_scaling == pytest.approx(1.0, rel=1e-12)
+    for mscale, expected in ((1.0, 0.5), (2.0, 0.5 * (0.2 * math.log(4) + 1) / 1.138629436111989)):
+        scaling = YARN | {"attn_factor": 0.5, "mscale": mscale, "mscale_all_dim": 1.0}
+        assert ours(config_of(scaling)).attention_scaling == pytest.approx(expected, rel=1e-12)
+    final = YARN | {"attn_factor": 0.5, "attention_factor": 2.0}
+    assert ours(config_of(final)).attention_scaling == 2.0
 
 
 LONGROPES: dict[str, dict[str, Any]] = {

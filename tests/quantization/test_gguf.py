@@ -155,6 +155,25 @@ def test_transformers_reads_the_same_from_the_file(
     torch.testing.assert_close(logits(load(file.path)), expected, rtol=0, atol=WITHIN)
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_experts_may_be_apart(tmp_path: Path, kind: str) -> None:
+    """Mixtral's files of 2023 have a tensor for each expert, as ``blk.0.ffn_gate.3.weight``."""
+    model = written.new_model(written.CONFIGS["mixtral"])
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        (tensors,) = writer.tensors
+        for name in [each for each in tensors if "_exps" in each]:
+            whole = tensors.pop(name)
+            for expert, rows in enumerate(whole.tensor):
+                one = name.replace("_exps", f".{expert}")
+                writer.add_tensor(one, rows, raw_dtype=whole.dtype)
+
+    path = written.write(tmp_path / "m.gguf", model, lambda _: kind, change)
+    expected = written.logits(model, IDS)
+    for computed in run_ranks(2, lambda rank: logits(load(path))):
+        torch.testing.assert_close(computed, expected, rtol=0, atol=WITHIN)
+
+
 @pytest.mark.parametrize("name", ["deepseek2", "deepseek3"])
 def test_keys_and_values_of_latents_may_be_together(tmp_path: Path, name: str) -> None:
     """Older files have ``attn_kv_b``, and sizes of heads in the keys that had those of latents."""

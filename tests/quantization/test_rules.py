@@ -394,3 +394,14 @@ def test_what_is_not_converted_is_what_transformers_leaves_out(method: str, skip
     ):
         path = f"model.layers.{layer}.{name}"
         assert (rules.rule_of(path)[1] is not None) == should_convert_module(path, [skipped]), path
+
+
+@pytest.mark.parametrize("method", _ENTRIES)
+def test_a_dot_says_where_a_name_that_is_not_converted_ends(method: str) -> None:
+    """Published AWQ files have ``model.layers.1.``, which vLLM looks for as text in a name."""
+    entries = {"quant_method": method, **_ENTRIES[method]}
+    rules = rules_for(None, entries | {"modules_to_not_convert": ["model.layers.1.", "mlp.gate."]})
+    assert rules is not None
+    for layer in (0, 1, 10):
+        path = f"model.layers.{layer}.mlp.gate_proj"
+        assert (rules.rule_of(path)[1] is None) == ("model.layers.1." in path), path

@@ -104,6 +104,16 @@ TABLE = [
     *rows("llama", "attention.sliding_window", "sliding_window", {ABSENT: ABSENT, 0: ABSENT, 1: 1}),
     *rows("mixtral", "attention.sliding_window", "sliding_window", {ABSENT: None, 0: None, 1: 1}),
     *rows("phi3", "attention.sliding_window", "sliding_window", {ABSENT: None, 0: None, 1: 1}),
+    # Default of files from before the key: https://github.com/ggml-org/llama.cpp/pull/8931
+    *rows("phi3", "attention.sliding_window", "sliding_window", {ABSENT: 2047, 0: None, 9: 9}, {
+        "context_length": 4096, "block_count": 32,
+    }),
+    *rows("phi3", "attention.sliding_window", "sliding_window", {ABSENT: None}, {
+        "context_length": 4096, "block_count": 33,
+    }),
+    *rows("phi3", "attention.sliding_window", "sliding_window", {ABSENT: None}, {
+        "context_length": 4097, "block_count": 40,
+    }),
     *rows("mistral3", "attention.sliding_window", "sliding_window", {ABSENT: ABSENT, 0: ABSENT}),
     *refused("gpt-oss", "attention.sliding_window", {ABSENT: "gpt-oss.attention.sliding_window"}),
     *refused("gemma2", "attention.sliding_window", {ABSENT: "sliding_window", 0: "sliding_window"}),

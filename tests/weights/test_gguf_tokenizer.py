@@ -207,6 +207,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), ((LLAMA3,), True)),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), ((LLAMA3,), True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), ((LLAMA3,), False)),  # Phi-4 has dbrx
     **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), ((QWEN2,), False)),
     "tekken": ((TEKKEN,), True),
@@ -361,6 +362,28 @@ def test_the_first_token_may_be_the_unknown_one() -> None:
     assert tokenizer.encode("aéb").tokens == ["a", "<unk>", "b"]
 
 
+@pytest.mark.parametrize("kind", [CONTROL, USER])
+@pytest.mark.parametrize("name", ["Phi-3 Mini 4k Instruct", "Phi3", "Phi 4"])
+def test_added_tokens_of_phi_3_take_the_spaces_behind_them(name: str, kind: int) -> None:
+    """Its tokenizer.json says so (``rstrip``), and llama.cpp knows it by the model's name."""
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "<|user|>", "<|end|>"]
+    keys = {
+        "model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens), "unknown_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "token_type": [2, 3, 3, 6, 1, 1, kind, kind],
+    }  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    named = {"general.architecture": "phi3", "general.name": name}
+    files = tokenizer_files({**named, **metadata}, "x.gguf", ())
+    tokenizer = FastTokenizer.from_str(files["tokenizer.json"].decode())
+    strips = name != "Phi 4"
+    for text in ("<|user|>\n a<|end|> \n<|user|>", "a</s>\na", "<|end|>  "):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        without = "".join(text.split())
+        assert (ids == tokenizer.encode(without, add_special_tokens=False).ids) == strips, text
+    for text in ("<s>\na", "<unk> ", "a\n<|end|>"):
+        assert tokenizer.encode(text).ids != tokenizer.encode("".join(text.split())).ids, text
+
+
 def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Path]) -> None:
     """The template has the special tokens; generation stops at both ends that the file names."""
     path = write(*KINDS["qwen2"], lambda writer: writer.add_eot_token_id(7))
@@ -368,6 +391,48 @@ def test_a_chat_template_and_the_end_of_turns_are_taken(write: Callable[..., Pat
     text = ChatTemplate(folder).render([{"role": "user", "content": "Hi"}])
     assert text == "<s>Hi<|end|>"
     assert stop_tokens(folder) == {401, 7}
+
+
+# What published files name as the end, tokens of their vocabularies, and those of them that end an
+# answer by generation_config.json of the same model, and by llama.cpp.
+PUBLISHED_ENDS: dict[str, tuple[str, list[str], list[str]]] = {
+    "gemma-2-9b-it": ("<eos>", ["<start_of_turn>", "<end_of_turn>"], ["<end_of_turn>"]),
+    "Phi-3-mini-4k-instruct": (
+        "<|endoftext|>", ["<|assistant|>", "<|end|>", "<|user|>"], ["<|end|>"]
+    ),
+    "Qwen3-8B": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"], ["<|endoftext|>"]),
+    "Llama-3.1-8B-Instruct": (
+        "<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>"], ["<|end_of_text|>", "<|eom_id|>"]
+    ),
+    "gpt-oss-20b": (
+        "<|return|>", ["<|endoftext|>", "<|end|>", "<|call|>", "<|channel|>"],
+        ["<|endoftext|>", "<|call|>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", PUBLISHED_ENDS)
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER])
+def test_an_answer_ends_where_turns_do(write: Callable[..., Path], model: str, kind: int) -> None:
+    """Files of models that chat seldom name the end of a turn; their texts leave it out."""
+    end, others, ends = PUBLISHED_ENDS[model]
+    tokens = ["a", "b", end, *others, "ab"]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([NORMAL, NORMAL, CONTROL, *[kind] * len(others), NORMAL])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(2)
+
+    folder = find_source(str(write("qwen2", add, lambda writer: None))).folder
+    expected = {tokens.index(each) for each in (end, *ends)}
+    assert stop_tokens(folder) == expected
+    tokenizer = Tokenizer(folder)
+    for token in expected:
+        assert tokenizer.encode(tokens[token]) == [token]
+        assert tokenizer.decode([0, token], skip_special_tokens=True) == "a"
 
 
 def test_a_tokenizer_beside_the_file_goes_before_its_metadata(

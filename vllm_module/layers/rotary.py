@@ -327,8 +327,10 @@ def _yarn_attention_scaling(rope: YarnRope) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all_dim)
-    return _mscale(rope, 1.0)
+        scaling = _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all_dim)
+    else:
+        scaling = _mscale(rope, 1.0)
+    return scaling * rope.attn_factor
 
 
 def _mscale(rope: YarnRope, weight: float) -> float:

@@ -89,9 +89,14 @@ def _ignored(*lists: _Names) -> list[Rule]:
 
 
 def _parts_of_names(names: _Names) -> list[str]:
-    """Return targets for entries that transformers takes for patterns, if they look like some."""
+    """Return targets for entries that transformers takes for patterns, if they look like some.
+
+    Some files have a dot at the end of a name, which says where it ends: ``model.layers.0.``
+    """
     return [
-        rf"re:(?:{name})(\.|\Z)" if _OF_PATTERNS.search(name) and name[:3] != "re:" else name
+        rf"re:(?:{name})(\.|\Z)"
+        if _OF_PATTERNS.search(name) and name[:3] != "re:"
+        else name.removesuffix(".")
         for name in names or ()
     ]
 

@@ -15,6 +15,7 @@ from vllm_module.weights.gguf.file import GGUFFile
 from vllm_module.weights.gguf.metadata import Metadata
 from vllm_module.weights.gguf.names import ARCHITECTURES
 from vllm_module.weights.gguf.rope import rope_scaling
+from vllm_module.weights.gguf.tokenizer import end_tokens
 
 Entries = dict[str, Any]
 
@@ -83,9 +84,8 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := of.keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             entries[f"{name}_token_id"] = token
-    turn_ends = of.keys.get("tokenizer.ggml.eot_token_id")
-    if "eos_token_id" in entries and turn_ends not in (None, entries["eos_token_id"]):
-        entries["eos_token_id"] = [entries["eos_token_id"], turn_ends]
+    if "eos_token_id" in entries and len(ends := end_tokens(of.keys)) > 1:
+        entries["eos_token_id"] = ends
     model, own = _BY_ARCHITECTURE[of.architecture]
     entries["architectures"] = [model]
     entries |= {} if own is None else own(of, entries)
@@ -239,7 +239,12 @@ def _gpt_oss(of: Metadata, entries: Entries) -> Entries:
 
 
 def _phi3(of: Metadata, entries: Entries) -> Entries:
-    return {"sliding_window": _window(of)}
+    window = _window(of)
+    if of.get("attention.sliding_window") is None:
+        # Files from before the key, such as Microsoft's own of Phi-3-mini-4k and -medium-4k.
+        sizes = entries["num_hidden_layers"], entries["max_position_embeddings"]
+        window = 2047 if sizes in ((32, 4096), (40, 4096)) else None
+    return {"sliding_window": window}
 
 
 # DeepSeek-V2, V3 and R1, by number of experts: the number of groups, and how many groups a token's

@@ -102,6 +102,9 @@ _DEQUANTIZED = {"ffn_gate_inp", "ffn_gate_inp_shexp", "attn_k_b"}
 # Parameters that are no "weight", by the end of their name, with their suffix in the file.
 _WITHOUT_LAST = {"attn_sinks": "weight", "exp_probs_b": "bias"}
 
+# Until April 2024, llama.cpp stored each expert of Mixtral as a tensor.
+_ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d+)")
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -160,8 +163,13 @@ def renamed(name: str, architecture: Architecture) -> str:
     *above, last = name.split(".")
     if len(above) == 1 and above[0] in _TOP:
         return f"{_TOP[above[0]]}.{last}"
+    if above[:1] != ["blk"]:
+        return name
     component = ".".join(above[2:])
-    if above[:1] == ["blk"] and component in architecture.layer:
+    apart = _ONE_EXPERT.fullmatch(component)
+    if apart is not None and (experts := architecture.layer.get(f"{apart[1]}_exps")) is not None:
+        return f"model.layers.{above[1]}.{experts.replace('*', apart[2])}.{last}"
+    if component in architecture.layer:
         found = f"model.layers.{above[1]}.{architecture.layer[component]}"
         return found if component in _WITHOUT_LAST else f"{found}.{last}"
     return name

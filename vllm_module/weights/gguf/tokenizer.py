@@ -7,7 +7,7 @@ of tokenizer splits and decodes text was taken from the models' own ``tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_module.base.messages import describe_error, shorten
@@ -54,7 +54,7 @@ _LIKE_LLAMA3 = (
 )  # fmt: skip
 # Patterns that split text before it is encoded, one after the other, by tokenizer.ggml.pre.
 _SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
     "deepseek-v3": _DEEPSEEK3,
     "tekken": (_TEKKEN,),
@@ -66,6 +66,31 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
 # With these, a word in the vocabulary is used whole, without merges, and texts begin with the token
 # "bos" unless a key says otherwise: ``llama_vocab::impl::load`` of llama.cpp.
 _WHOLE_FIRST = {*_LIKE_LLAMA3, "tekken"}
+# Tokens that end an answer, whatever their type: most files that have one name the end of a text
+# only. Those of llama.cpp (``llama_vocab::impl::load``) that models of known architectures have.
+_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
+    "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|return|>", "<|call|>",
+    "<end_of_utterance>",
+}  # fmt: skip
+# Added tokens of Phi-3 take the spaces behind them, without these. No key says so.
+_KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
+_OF_HARMONY = {"<|return|>", "<|call|>"}  # beside these, <|end|> ends only a part of an answer
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end an answer, by keys of their own or by their text."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []  # another value is refused later
+    number = {each: at for at, each in enumerate(tokens) if isinstance(each, str)}
+    named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    found = [each for each in named if each is not None]
+    return list(dict.fromkeys(found + sorted(number[each] for each in _ends(number))))
+
+
+def _ends(tokens: Iterable[str]) -> set[str]:
+    ends = _ENDS.intersection(tokens)
+    return ends - {"<|end|>"} if ends >= _OF_HARMONY else ends
 
 
 def tokenizer_files(
@@ -102,7 +127,9 @@ def tokenizer_files(
     files = {}
     if "tokenizer.json" not in taken:
         architecture = str(metadata.get("general.architecture"))
-        tokenizer = _tokenizer(keys, tokens, special, adds, architecture, where)
+        name = str(metadata.get("general.name")).lower()
+        strips = "phi-3" in name or "phi3" in name  # as llama.cpp looks for it
+        tokenizer = _tokenizer(keys, tokens, special, adds, architecture, strips, where)
         files["tokenizer.json"] = tokenizer.encode()
     if "tokenizer_config.json" not in taken:
         entries: dict[str, Any] = {
@@ -137,9 +164,10 @@ def _tokenizer(
     special: Mapping[str, str],
     adds: Mapping[str, Any],
     architecture: str,
+    strips: bool,
     where: str,
 ) -> str:
-    """Return the contents of tokenizer.json."""
+    """Return the contents of tokenizer.json; ``strips``: added tokens take spaces behind them."""
     from tokenizers import AddedToken
 
     kind = keys["model"]
@@ -152,8 +180,11 @@ def _tokenizer(
     if not isinstance(types, list) or len(types) not in (0, len(tokens)):
         _refuse(where, "token_type", f"a list of {len(tokens)} numbers", types)
     of_type: dict[int, list[str]] = {_CONTROL: [], _USER_DEFINED: []}
+    ends = _ends(tokens)
     for token, number in zip(tokens, types, strict=False):
-        if number in of_type:
+        if token in ends:
+            of_type[_CONTROL].append(token)
+        elif number in of_type:
             of_type[number].append(token)
     named = list(special.values())
     try:
@@ -167,13 +198,15 @@ def _tokenizer(
                 number: [token for token in added if token in vocabulary]
                 for number, added in of_type.items()
             }
-        tokenizer.add_special_tokens(
-            [AddedToken(each, normalized=False) for each in of_type[_CONTROL]]
+        control, user_defined = (
+            [
+                AddedToken(each, normalized=False, rstrip=strips and each not in _KEEP_SPACES)
+                for each in added
+            ]
+            for added in ([*of_type[_CONTROL], *named], of_type[_USER_DEFINED])
         )
-        tokenizer.add_tokens(
-            [AddedToken(each, normalized=False) for each in of_type[_USER_DEFINED]]
-        )
-        tokenizer.add_special_tokens(named)
+        tokenizer.add_tokens(user_defined)
+        tokenizer.add_special_tokens(control)
         _add_template(tokenizer, special, adds)
         text: str = tokenizer.to_str()
     except (CheckpointFormatError, UnsupportedModelError):
