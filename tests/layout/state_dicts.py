@@ -115,6 +115,10 @@ CASES: dict[int, dict[str, Callable[[Any, Any], Given]]] = {
     4: {
         "fsdp": lambda line, _: fsdp(line),
         "hsdp": lambda _, grid: fsdp(grid),
+        "fsdp in another order": lambda _, __: fsdp(DeviceMesh("cpu", [3, 1, 0, 2])),
+        "hsdp in another order": lambda _, __: fsdp(
+            DeviceMesh("cpu", [[3, 2], [1, 0]], mesh_dim_names=("left", "right"))
+        ),
         "placed": lambda line, _: placed(line, *LINE),
         "on a grid": lambda _, grid: placed(grid, *GRID),
         "fsdp and tp": lambda _, grid: divided_twice(grid),

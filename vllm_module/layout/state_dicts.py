@@ -144,11 +144,11 @@ def _box_here(path: str, tensor: DTensor) -> Box | None:
 
     Axes of a mesh divide a dimension from left to right, each as ``torch.chunk`` does. Where FSDP2
     divides what tensor parallelism has divided, the left axis comes later: its placement has the
-    number of shards that there are before, as ``split_factor``.
+    number of shards that there are before, as ``split_factor``. Which shard of an axis is here, the
+    axis's process group says: its ranks ascend, also where those of the mesh do not.
     """
     mesh, axes_of = tensor.device_mesh, dict[int, list[int]]()
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         return None
     for axis in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[axis]
@@ -168,7 +168,7 @@ def _box_here(path: str, tensor: DTensor) -> Box | None:
     for dim, axes in axes_of.items():
         for axis in axes:
             share = -(-size[dim] // mesh.size(axis))
-            first = min(size[dim], coordinate[axis] * share)
+            first = min(size[dim], mesh.get_local_rank(axis) * share)
             start[dim] += first
             size[dim] = min(share, size[dim] - first)
     return tuple(start), tuple(size)
