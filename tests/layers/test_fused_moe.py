@@ -17,6 +17,7 @@ from vllm_module.core.module import vLLMModule
 from vllm_module.distributed import expert_parallel, run_ranks, tensor_parallel
 from vllm_module.errors import ShardingError, UnsupportedModelError, WeightLoadError
 from vllm_module.layers import FusedMoE, Router, SwigluOAIAndMul
+from vllm_module.parameters import BasevLLMParameter, Dim
 from vllm_module.quantization import ONLINE, Rules, Scheme, quantize
 from vllm_module.quantization.online import QuantizeOnline
 from vllm_module.testing import random_weights
@@ -254,6 +255,35 @@ def test_experts_are_chosen_by_the_arguments(own_tokens: bool) -> None:
 
     for computed in run_ranks(2, rank_fn):
         torch.testing.assert_close(computed, expected, **CLOSE)
+
+
+class Corrected(vLLMModule):
+    """Experts whose checkpoint has the correction bias as one row, as ERNIE 4.5's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        row = Dim.whole(1), Dim.whole(EXPERTS)
+        self.bias = BasevLLMParameter(*row, tp_rank=0, tp_size=1, dtype=torch.float32)
+        self.experts = experts(e_score_correction_bias=self.bias)
+
+
+def test_a_correction_bias_may_be_a_row() -> None:
+    """Experts are chosen by their softmax and the bias, and weighted by the softmax alone."""
+    weights, (x, logits) = random_weights(Corrected().expected_weights(), seed=0), tokens()
+    weights["bias"] = torch.linspace(-1, 1, EXPERTS)[None]
+    each = {name.removeprefix("experts."): weight for name, weight in weights.items()}
+
+    def best(logits: torch.Tensor) -> list[tuple[int, float]]:
+        scores = logits.softmax(-1)
+        chosen = (scores + weights["bias"][0]).topk(TOP_K).indices
+        total = float(scores[chosen].sum())
+        return [(int(expert), float(scores[expert]) / total) for expert in chosen]
+
+    layer = Corrected()
+    layer.load_weights(weights)
+    expected = loop(each, x, logits, best)
+    assert not torch.allclose(expected, loop(each, x, logits), atol=0.1)
+    torch.testing.assert_close(layer.experts(x, logits), expected, **CLOSE)
 
 
 def test_weights_that_are_not_renormalized_and_apply_to_the_input() -> None:

@@ -26,6 +26,7 @@ from vllm_module.layers import (
     RowParallelLinear,
     SiluAndMul,
 )
+from vllm_module.models.gpt2 import GPT2LMHeadModel
 from vllm_module.models.llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -131,6 +132,76 @@ def test_a_right_model_computes_batches_in_the_dtype_of_its_weights(dtype: torch
 def test_a_model_without_metadata_computes_no_batches() -> None:
     """No engine can call it, and it is loaded and cut as others are."""
     assert assert_sharding_equivalent(OneSequenceForCausalLM, model_configs(LlamaForCausalLM)) > 0
+
+
+class Stumbling(LlamaAttention):
+    """Attention that fails where it is given metadata."""
+
+    def forward(self, positions, hidden_states, metadata):
+        return super().forward(positions, hidden_states, metadata and metadata.missing)
+
+
+def test_a_model_that_fails_in_a_batch_alone_is_named() -> None:
+    """The layer is named, and the law is broken: it is no error of the toolkit."""
+    layer = type("Layer", (LlamaDecoderLayer,), {"attention_class": Stumbling})
+    model = type("Model", (LlamaModel,), {"layer_class": layer})
+    wrong = type("WrongForCausalLM", (LlamaForCausalLM,), {"model_class": model})
+    with pytest.raises(AssertionError, match=r"0\.self_attn \(Stumbling\) fails: .*missing"):
+        assert_sharding_equivalent(wrong, model_configs(LlamaForCausalLM))
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("positions", range(1, 8))
+def test_a_model_of_few_learned_positions_keeps_the_laws(positions: int) -> None:
+    """Sequences of the laws have no more tokens than the model has positions."""
+    configs = model_configs(GPT2LMHeadModel, max_position_embeddings=st.just(positions))
+    for law in (assert_sharding_equivalent, assert_reload_in_place):
+        assert law(GPT2LMHeadModel, configs) > 0
+
+
+class Forgetful(LlamaAttention):
+    """Attention with norms of queries and keys, of which it forgets one."""
+
+    def __init__(self, config, rotary_emb, layer_idx):
+        super().__init__(config, rotary_emb, layer_idx)
+        self.query_norm, self.key_norm = RMSNorm(self.head_dim), RMSNorm(self.head_dim)
+
+    def forward(self, positions, hidden_states, metadata):
+        self.query_norm(torch.ones(1, self.head_dim))
+        return super().forward(positions, hidden_states, metadata)
+
+
+def test_a_weight_that_no_forward_pass_reads_is_found() -> None:
+    """It is loaded like all others, so that only what is computed from shows it."""
+    layer = type("Layer", (LlamaDecoderLayer,), {"attention_class": Forgetful})
+    model = type("Model", (LlamaModel,), {"layer_class": layer})
+    wrong = type("WrongForCausalLM", (LlamaForCausalLM,), {"model_class": model})
+    unread = r"does not read model\.layers\.0\.self_attn\.key_norm\.weight, though"
+    with pytest.raises(AssertionError, match=unread):
+        assert_sharding_equivalent(wrong, model_configs(LlamaForCausalLM))
+
+
+class Choosing(vLLMModule):
+    """Two experts in a list, of which inputs need one, and a part that is for other inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(RMSNorm(4) for _ in range(2))
+        self.images = RMSNorm(4)
+        self.register_buffer("doubled", torch.zeros(4), persistent=False)
+        self.before = nn.ModuleList([nn.LayerNorm(4, device="meta")])
+
+    def process_weights_after_loading(self) -> None:
+        self.doubled.copy_(2 * self.before[0].weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[1](x) * self.doubled + self.before[0].bias
+
+
+@pytest.mark.usefixtures("few")
+def test_a_weight_for_other_inputs_is_no_mistake() -> None:
+    """Layers that do not run, parts outside of lists, and weights that a load computes from."""
+    assert assert_sharding_equivalent(Choosing, inputs=x) > 0
 
 
 class Refusing(vLLMModule):

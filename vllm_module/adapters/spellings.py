@@ -13,8 +13,11 @@ def spellings(node: Node, name: str) -> list[str]:
     found, above = [name], node.parent
     while above is not None:
         for alias, target in getattr(above.module, "weight_aliases", {}).items():
-            start = f"{above.path}{target}."
-            found += [f"{above.path}{alias}.{each.removeprefix(start)}"
-                      for each in found if each.startswith(start)]  # fmt: skip
+            start = f"{above.path}{target}"
+            found += [
+                f"{above.path}{alias}{each.removeprefix(start)}"
+                for each in found
+                if f"{each}.".startswith(f"{start}.")
+            ]
         above = above.parent
     return found

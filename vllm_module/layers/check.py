@@ -15,8 +15,8 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.layers import AttentionMetadata, RecurrentLayer
 from vllm_module.quantization import QuantizableKVCache
 
-_LENGTHS = 7, 5  # tokens of the two sequences
-_FIRST = 4  # tokens of the first sequence that the first step computes
+_LENGTHS = 7, 5  # tokens of the two sequences, or as many as the model has positions
+_FIRST = 4  # tokens of the first sequence that the first step computes, or all but one
 _PAGE = 16
 _PARTS = "the first of two sequences", "the second of two sequences", "the rest of a sequence"
 
@@ -29,12 +29,14 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
     """Raise ``UnsupportedModelError`` unless a batch gives the logits of its sequences alone.
 
-    All ranks of a model call it together. No layer may have a KV cache yet, nor states.
+    All ranks of a model call it together. No layer may have a KV cache yet, nor states. A model of
+    one position has no second step, so its logits need only be finite.
     """
     name = getattr(model, "library_name", type(model).__name__)
     device = next(model.parameters()).device
+    limit = getattr(model.config, "max_position_embeddings", None) or max(_LENGTHS)
     sequences = [
-        (torch.arange(length, device=device) * 7919 + 13 * number + 1) % vocab_size
+        (torch.arange(min(length, limit), device=device) * 7919 + 13 * number + 1) % vocab_size
         for number, length in enumerate(_LENGTHS)
     ]
     alone = [_logits(model, ids, torch.arange(len(ids), device=device), None) for ids in sequences]
@@ -43,11 +45,13 @@ def check(model: Any, dtype: torch.dtype, vocab_size: int) -> None:
             f"{name} computes logits that are not finite: a weight is not, or an "
             f"entry of config.json is wrong, or they need a dtype with a wider range than {dtype}"
         )
+    if limit == 1:
+        return
     together = _in_steps(model, sequences, device, dtype)
-    first, second = alone
+    (first, second), begun = alone, len(together[0])
     # Rotary positions are relative, so they show only in tokens whose keys are from an earlier
     # step.
-    expected_parts = first[:_FIRST], second, first[_FIRST:]
+    expected_parts = first[:begun], second, first[begun:]
     for number, (expected, came) in enumerate(zip(expected_parts, together, strict=True)):
         distance = (came - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
         middle, most = float(distance.median()), _TOLERANCES[dtype]
@@ -72,23 +76,24 @@ def _in_steps(
 ) -> list[torch.Tensor]:
     """Return the logits of each of _PARTS, from one step of both sequences and one of the rest."""
     first, second = sequences
-    rest = len(first) - _FIRST
+    start = min(_FIRST, len(first) - 1)
+    rest = len(first) - start
 
     def tensor(values: Sequence[Any], kind: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=kind, device=device)
 
     slots = [range(_PAGE, _PAGE + len(first)), range(2 * _PAGE, 2 * _PAGE + len(second))]
     both = AttentionMetadata(
-        tensor([*slots[0][:_FIRST], *slots[1]], torch.int64),
+        tensor([*slots[0][:start], *slots[1]], torch.int64),
         tensor([[1], [2]]),
-        tensor([_FIRST, len(second)]),
-        tensor([0, _FIRST, _FIRST + len(second)]),
-        max(_FIRST, len(second)),
+        tensor([start, len(second)]),
+        tensor([0, start, start + len(second)]),
+        max(start, len(second)),
         state_slots=tensor([1, 2], torch.int64),
     )
     positions = [torch.arange(len(ids), device=device) for ids in sequences]
     after = AttentionMetadata(
-        tensor(slots[0][_FIRST:], torch.int64),
+        tensor(slots[0][start:], torch.int64),
         tensor([[1]]),
         tensor([len(first)]),
         tensor([0, rest]),
@@ -98,12 +103,12 @@ def _in_steps(
     with _caches(model, device, dtype):
         begun = _logits(
             model,
-            torch.cat([first[:_FIRST], second]),
-            torch.cat([positions[0][:_FIRST], positions[1]]),
+            torch.cat([first[:start], second]),
+            torch.cat([positions[0][:start], positions[1]]),
             both.laid_out(),
         )
-        ended = _logits(model, first[_FIRST:], positions[0][_FIRST:], after.laid_out())
-    return [begun[:_FIRST], begun[_FIRST:], ended]
+        ended = _logits(model, first[start:], positions[0][start:], after.laid_out())
+    return [begun[:start], begun[start:], ended]
 
 
 @contextmanager

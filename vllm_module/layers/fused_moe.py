@@ -191,8 +191,8 @@ class FusedMoE(PlacedExperts):
         num_expert_group, topk_group: how many groups there are, and from how many of them a token's
             experts are chosen.
         scoring_func: ``"softmax"`` or ``"sigmoid"`` of the logits of all experts.
-        e_score_correction_bias: the parameter of the router, float32 ``[experts]``, that experts
-            are chosen by; the two modules share it.
+        e_score_correction_bias: the parameter of the router, float32 ``[experts]`` or, as ERNIE 4.5
+            stores it, ``[1, experts]``, that experts are chosen by; the two modules share it.
         routed_scaling_factor: by which weights are multiplied.
         activation: the name of a gated activation, or a module that computes it.
         bias: whether the experts have biases.
@@ -332,12 +332,13 @@ class FusedMoE(PlacedExperts):
         ``shared`` is added to it: this rank's part, not yet summed over the tensor-parallel ranks,
         of what shared experts compute. Both are then summed at once.
         """
+        bias = self.e_score_correction_bias
         weights, experts = topk_routing(
             router_logits,
             self.top_k,
             scoring_func=self.scoring_func,
             renormalize=self.renormalize,
-            correction_bias=self.e_score_correction_bias,
+            correction_bias=None if bias is None else bias.flatten(),
             num_expert_group=self.num_expert_group,
             topk_group=self.topk_group,
             routed_scaling_factor=self.routed_scaling_factor,

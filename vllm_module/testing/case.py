@@ -237,7 +237,8 @@ class Case:
                 f"{type(module).__name__} is no causal language model: pass the arguments of its "
                 "forward, such as inputs=lambda module: (torch.randn(3, 8),)"
             )
-        positions = torch.arange(5)
+        most: int | None = getattr(module.config, "max_position_embeddings", None)
+        positions = torch.arange(min(5, most or 5))
         return positions * 7919 % module.config.vocab_size, positions
 
     @property

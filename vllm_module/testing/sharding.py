@@ -20,6 +20,7 @@ from vllm_module.parameters import BasevLLMParameter, Dim, Experts, Slot
 from vllm_module.testing.case import Case, law, refusal
 from vllm_module.testing.checkpoints import Tensors, assert_same_state, fuse, same_bits, state
 from vllm_module.testing.names import Names, converted, made, slot_name, stored_tensors
+from vllm_module.testing.unread import Reads, unread
 
 # Largest difference between sharded and unsharded outputs, relative to the largest output, because
 # sums have another order. float64 models normalize and rotate in float32.
@@ -34,16 +35,22 @@ def assert_sharding_equivalent(case: Case) -> None:
     nothing is left out. A tensor that a conversion changes, for example by quantizing, is within
     the conversion's error bound. If the module has a ``forward``, every rank's outputs are those of
     the unsharded module up to the order of sums, or approximately if a conversion's bits depend on
-    the cut. A causal language model that takes metadata, and whose weights are kept as they are,
-    computes sequences of one batch, in steps and with a KV cache, as it computes each of them alone
-    and at once.
+    the cut. A layer of a list that runs reads all of its parameters. A causal language model that
+    takes metadata, and whose weights are kept as they are, computes sequences of one batch, in
+    steps and with a KV cache, as it computes each of them alone and at once.
     """
     size, whole, tensors = case.size, case.build(), case.tensors
     same_weights = assert_covers(case)
-    whole.load_weights(tensors)
-    if case.inputs is None:
-        return
-    expected = case.run(whole)
+    with Reads() as reads:  # a load may compute what a forward pass reads
+        whole.load_weights(tensors)
+        if case.inputs is None:
+            return
+        expected = case.run(whole)
+    unused = unread(whole, reads)
+    assert not unused, (
+        f"the forward pass does not read {', '.join(unused)}, though it reads others of the same "
+        "layer: use it, or skip it by skipped_weights"
+    )
     assert_outputs(case.run(whole), expected, "called twice, the unsharded module's output")
     if case.is_decoder and not converted(whole):
         _assert_batches(whole)
@@ -86,6 +93,11 @@ def _assert_batches(module: Any) -> None:
         raise AssertionError(
             f"{error}\nPass metadata on to every layer with a KV cache, take the positions that "
             "are given, and keep nothing from one step to the next."
+        ) from error
+    except Exception as error:
+        raise AssertionError(
+            f"where two sequences are computed alone and in one batch, {_raised_in(error, module)} "
+            f"fails: {describe_error(error)}"
         ) from error
 
 
