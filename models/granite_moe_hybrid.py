@@ -29,7 +29,7 @@ from vllm_module.models.granite import (
 from vllm_module.models.mamba2_hybrid import HybridMamba2Mixer, Mamba2HybridConfig
 
 
-class GraniteMoeHybridConfig(GraniteConfig, Mamba2HybridConfig):
+class GraniteMoeHybridConfig(Mamba2HybridConfig, GraniteConfig):
     shared_intermediate_size: Size = 1024
     num_local_experts: NumExperts | Literal[0] = 8
     num_experts_per_tok: Count = 2

@@ -41,6 +41,7 @@ ALIKE = (
     "cohere",
     "glm",
     "deepseek-v2",
+    "granite-4",
     "granite-tied-biases-one-kv-head",
     "mistral",
     "mixtral",
@@ -48,6 +49,7 @@ ALIKE = (
     "olmoe",
     "qwen2-moe",
     "qwen3",
+    "qwen3.5-moe",
 )
 # A window in every layer frees pages early, so nothing has to be preempted.
 ENOUGH_PAGES = ("mistral-window", "phi3", "starcoder2")
