@@ -100,6 +100,7 @@ BERT = {
     "max_position_embeddings": 26,
 }
 GPT_OSS = {"num_local_experts": 8, "num_key_value_heads": 4}
+GRANITE4_TYPES = {"layer_types": ["mamba", "attention"]}
 TIED = {"tie_word_embeddings": True}
 DENSE = (
     "cohere-biases-untied", "deepseek-v3-halves", "gemma2", "gemma3", "glm4", "gpt2", "granite",
@@ -116,6 +117,11 @@ CASES = {
     **{name: Case(CONFIGS[name]) for name in DENSE},
     **{name: Case(CONFIGS[name], expert_sizes=(2, 4)) for name in SPARSE},
     "cohere": Case(CONFIGS["cohere"] | TIED),
+    # vLLM does not know how transformers 5 names the layers, nor cuts two groups for four ranks.
+    "granite-4": Case(CONFIGS["granite-4"], (1, 2), (2,), entries=GRANITE4_TYPES),
+    "granite-4-dense-rope-tied": Case(
+        CONFIGS["granite-4-dense-rope-tied"], (1, 2), entries=GRANITE4_TYPES
+    ),
     "cohere2": Case(CONFIGS["cohere2"] | TIED),
     "deepseek-v3": Case(
         CONFIGS["deepseek-v3"], (1, 2, 4), (2, 4), entries={"topk_method": "noaux_tc"}
