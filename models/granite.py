@@ -61,7 +61,7 @@ class GraniteModel(LlamaModel):
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
-    config_class = GraniteConfig
+    config_class: type[LlamaConfig] = GraniteConfig
     model_class = GraniteModel
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

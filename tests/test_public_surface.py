@@ -129,7 +129,7 @@ Attention(num_heads, head_size, scale=None, num_kv_heads=None, sliding_window=No
     softcap=None, alibi_slopes=None)
 AttentionMetadata(slot_mapping, block_tables, context_lens, query_start_loc, max_query_len, *,
     state_slots=None)
-CausalConv1d(channels, width, bias)
+CausalConv1d(channels, width, bias, silu=True)
 ColumnParallelLinear(input_size, output_size, bias=True, gather_output=False,
     skip_bias_add=False, params_dtype=None, *, output=None)
 DecayingLayer(heads)

@@ -141,6 +141,11 @@ QWEN3_5_EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
+LFM2 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_bias": True,
+}
 GRANITE4 = {
     "layer_types": ["linear_attention", "full_attention"],
     "mamba_n_heads": 8,
@@ -315,6 +320,10 @@ CONFIGS = {
     "bamba": config_of("bamba", **BAMBA, mamba_n_groups=1),
     "qwen3.5": config_of("qwen3_5_text", **QWEN3_5),
     "qwen3.5-moe": config_of("qwen3_5_moe_text", **QWEN3_5, **QWEN3_5_EXPERTS),
+    "lfm2": config_of("lfm2", **LFM2),
+    "lfm2-moe": config_of(
+        "lfm2_moe", **LFM2, num_dense_layers=1, num_experts=5, moe_intermediate_size=24
+    ),
     "granite-4": config_of("granitemoehybrid", **GRANITE4, num_local_experts=5),
     "granite-4-dense-rope-tied": config_of(
         "granitemoehybrid",

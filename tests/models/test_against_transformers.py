@@ -33,6 +33,8 @@ SHARDED = (
     "granite-tied-biases-one-kv-head",
     "granite-4",
     "granite-4-dense-rope-tied",
+    "lfm2",
+    "lfm2-moe",
     "llama",
     "llama-tied-biases",
     "mistral-window",

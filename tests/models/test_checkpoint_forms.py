@@ -51,6 +51,10 @@ def to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     if config["model_type"] == "granitemoehybrid":
         older = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [older[kind] for kind in types]
+    if config["model_type"] == "lfm2":
+        config["full_attn_idxs"] = [at for at, kind in enumerate(types) if kind != "conv"]
+    if config["model_type"] == "lfm2_moe":
+        config["layer_types"] = types
     if "linear_num_key_heads" in config:
         config["full_attention_interval"] = types.index("full_attention") + 1
     if "sliding_attention" in rope:

@@ -43,6 +43,7 @@ ALIKE = (
     "deepseek-v2",
     "granite-4",
     "granite-tied-biases-one-kv-head",
+    "lfm2-moe",
     "mistral",
     "mixtral",
     "olmo2",

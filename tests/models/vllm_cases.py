@@ -104,13 +104,13 @@ GRANITE4_TYPES = {"layer_types": ["mamba", "attention"]}
 TIED = {"tie_word_embeddings": True}
 DENSE = (
     "cohere-biases-untied", "deepseek-v3-halves", "gemma2", "gemma3", "glm4", "gpt2", "granite",
-    "granite-tied-biases-one-kv-head", "llama", "llama-tied-biases",
+    "lfm2", "granite-tied-biases-one-kv-head", "llama", "llama-tied-biases",
     "llama-llama3-tied-biases-one-kv-head", "mamba2", "mistral", "olmo2",
     "olmo2-biases-one-kv-head", "phi3", "phi3-longrope", "qwen2", "qwen2-window-and-bias-unused",
     "qwen3", "starcoder2", "starcoder2-no-biases-tied",
 )  # fmt: skip
 SPARSE = (
-    "deepseek-v2", "deepseek-v2-groups", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "qwen3-next"
+    "deepseek-v2", "deepseek-v2-groups", "lfm2-moe", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "qwen3-next"
 )  # fmt: skip
 UNTIED = ("deepseek-v2", "olmoe", "qwen3-next")  # by vLLM, whatever config.json says
 CASES = {

@@ -60,6 +60,8 @@ _OURS = {
     "GraniteMoeHybridForCausalLM": (
         "vllm_module.models.granite_moe_hybrid:GraniteMoeHybridForCausalLM"
     ),
+    "Lfm2ForCausalLM": "vllm_module.models.lfm2:Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM": "vllm_module.models.lfm2_moe:Lfm2MoeForCausalLM",
     "LlamaForCausalLM": "vllm_module.models.llama:LlamaForCausalLM",
     "Mamba2ForCausalLM": "vllm_module.models.mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": "vllm_module.models.llama:MistralForCausalLM",

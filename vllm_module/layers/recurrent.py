@@ -140,12 +140,13 @@ class DecayingLayer(RecurrentLayer):
 
 
 class CausalConv1d(vLLMModule):
-    """The weights of a convolution of each channel with its last inputs, then SiLU.
+    """The weights of a convolution of each channel with its last inputs.
 
     Args:
         channels: those of a checkpoint, with slots.
         width: the inputs of an output, 2 to 8.
         bias: whether there is one.
+        silu: whether SiLU comes after it.
 
     Attributes:
         state_shape: of one sequence's last inputs, ``[channels, width - 1]``.
@@ -154,8 +155,9 @@ class CausalConv1d(vLLMModule):
 
     """
 
-    def __init__(self, channels: Dim, width: int, bias: bool) -> None:
+    def __init__(self, channels: Dim, width: int, bias: bool, silu: bool = True) -> None:
         super().__init__()
+        self.silu = silu
         if not 2 <= width <= 8:
             raise UnsupportedModelError(
                 f"the convolution before the recurrence has a kernel of {width}: expected 2 to 8"
@@ -180,7 +182,7 @@ class CausalConv1d(vLLMModule):
 
         ``places`` are as of :meth:`RecurrentLayer.kept`.
         """
-        return causal_conv1d(x, self.weight.squeeze(1), self.bias, state, *places)
+        return causal_conv1d(x, self.weight.squeeze(1), self.bias, state, *places, self.silu)
 
 
 def layer_kind(config: Any, layer: int) -> str:

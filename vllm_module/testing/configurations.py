@@ -72,6 +72,12 @@ _QWEN_HYBRID_EXPERTS: Mapping[str, st.SearchStrategy[Any]] = {
     **_EXPERTS,
     "moe_intermediate_size": st.just(24),
 }
+_SHORT_CONV: Mapping[str, st.SearchStrategy[Any]] = {
+    "layer_types": st.lists(st.sampled_from(["conv", "full_attention"]), min_size=2, max_size=2),
+    "conv_kernel": st.integers(2, 4),
+    "conv_bias": st.booleans(),
+    "block_multiple_of": st.just(12),
+}
 
 _BERT: Mapping[str, st.SearchStrategy[Any]] = {
     "hidden_act": st.sampled_from(["gelu", "gelu_new"]),
@@ -159,6 +165,15 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "num_local_experts": st.sampled_from([0, 3, 5]),
         "num_experts_per_tok": st.integers(1, 3),
         "position_embedding_type": st.none() | st.just("rope"),
+    },
+    "Lfm2ForCausalLM": _SHORT_CONV,
+    "Lfm2MoeForCausalLM": {
+        **_SHORT_CONV,
+        **_EXPERTS,
+        "block_auto_adjust_ff_dim": st.just(False),
+        "moe_intermediate_size": st.just(24),
+        "num_dense_layers": st.integers(0, 2),
+        "use_expert_bias": st.booleans(),
     },
     "LlamaForCausalLM": {
         "attention_bias": st.booleans(),
