@@ -104,19 +104,21 @@ GRANITE4_TYPES = {"layer_types": ["mamba", "attention"]}
 TIED = {"tie_word_embeddings": True}
 DENSE = (
     "cohere-biases-untied", "deepseek-v3-halves", "gemma2", "gemma3", "glm4", "gpt2", "granite",
-    "lfm2", "granite-tied-biases-one-kv-head", "llama", "llama-tied-biases",
+    "granite-tied-biases-one-kv-head", "llama", "llama-tied-biases",
     "llama-llama3-tied-biases-one-kv-head", "mamba2", "mistral", "olmo2",
     "olmo2-biases-one-kv-head", "phi3", "phi3-longrope", "qwen2", "qwen2-window-and-bias-unused",
     "qwen3", "starcoder2", "starcoder2-no-biases-tied",
 )  # fmt: skip
 SPARSE = (
-    "deepseek-v2", "deepseek-v2-groups", "lfm2-moe", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "qwen3-next"
+    "deepseek-v2", "deepseek-v2-groups", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "qwen3-next"
 )  # fmt: skip
 UNTIED = ("deepseek-v2", "olmoe", "qwen3-next")  # by vLLM, whatever config.json says
 CASES = {
     **{name: Case(CONFIGS[name]) for name in DENSE},
     **{name: Case(CONFIGS[name], expert_sizes=(2, 4)) for name in SPARSE},
     "cohere": Case(CONFIGS["cohere"] | TIED),
+    "lfm2": Case(CONFIGS["lfm2"] | TIED, entries={"block_dim": 64, "conv_dim": 64}),
+    "lfm2-moe": Case(CONFIGS["lfm2-moe"] | TIED, expert_sizes=(2, 4)),
     # vLLM does not know how transformers 5 names the layers, nor cuts two groups for four ranks.
     "granite-4": Case(CONFIGS["granite-4"], (1, 2), (2,), entries=GRANITE4_TYPES),
     "granite-4-dense-rope-tied": Case(
