@@ -269,10 +269,14 @@ def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
 
 
 def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:
-    """``{% generation %}`` marks the assistant's text for trainers, and shows it."""
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    """``{% generation %}`` marks the assistant's text for trainers, and shows it, in its scope."""
+    source = (
+        "{% for m in messages %}{% set end = '.' %}{% generation %}{% set end = '!' %}"
+        "{{ loop.index }}{{ m.content }}{{ end }}{% endgeneration %}{{ end }}{% endfor %}"
+    )
     messages = [{"role": "assistant", "content": "a"}]
-    assert ChatTemplate(tmp_path, source).render(messages) == "a"
+    ([written], _) = render_jinja_template([messages], chat_template=source)
+    assert ChatTemplate(tmp_path, source).render(messages) == written == "1a!."
 
 
 @pytest.mark.parametrize(
