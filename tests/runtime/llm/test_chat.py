@@ -206,6 +206,8 @@ FORMS_OF_CALLS = {
     "mistral": CALLS + "{{ c.function|tojson }}{{ raise_exception('nine') if c.id|length != 9 }}"
     "{{ c.id }}{% endfor %}{% elif m.role == 'tool' %}{{ m.tool_call_id }}"
     "{{ raise_exception('nine') if m.tool_call_id|length != 9 }}" + OTHERWISE,
+    "mistral, later": CALLS + "{{ c.function|tojson }}{{ raise_exception('nine') if c.id|length < 9"
+    " }}{{ c.id[-9:] }}{% endfor %}" + OTHERWISE,
     # Kimi's: the id has the function's name, which is written nowhere else.
     "kimi": CALLS + "<call>{{ c.id }}{{ c.function.arguments|tojson }}{% endfor %}"
     "{% elif m.role == 'tool' %}Return of {{ m.tool_call_id }}" + OTHERWISE,
@@ -236,6 +238,7 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
     known = {
         "deepseek": (None, True, ["", ""]),
         "mistral": (None, False, ["123456789", "000000f:1"]),
+        "mistral, later": (None, False, ["123456789", "000000f:1"]),
         "kimi": (None, False, ["functions.f0:0", "functions.f1:1"]),
         "glm": ("", False, ["", ""]),
     }
