@@ -135,7 +135,10 @@ OTHERS: list[tuple[str, str, Parsed]] = [
         '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>\\"}"}}</tool_call>',
         ("", "", [ToolCall("f", '{"x": "a</tool_call>\\"}"}')]),
     ),
-    ("hermes", '<tool_call>{"name": "f"}', ('<tool_call>{"name": "f"}', "", [])),
+    # As in vLLM, the last end mark may be missing, but nothing of the call.
+    ("hermes", 'a<tool_call>{"name": "now"}\n', ("a", "", [NOW])),
+    ("hermes", '<tool_call>{"name": "f"', ('<tool_call>{"name": "f"', "", [])),
+    ("hermes", '<tool_call>{"name": "f"}</tool', ('<tool_call>{"name": "f"}</tool', "", [])),
     ("hermes", "<tool_call>f()</tool_call>!", ("<tool_call>f()</tool_call>!", "", [])),
     ("hermes", "a  <b", ("a  <b", "", [])),
     (
@@ -166,6 +169,12 @@ OTHERS: list[tuple[str, str, Parsed]] = [
         "<tool_call><function=f><parameter=a>1</function></tool_call>",
         ("<tool_call><function=f><parameter=a>1</function></tool_call>", "", []),
     ),
+    # As in Qwen's own parser, which takes the function without the marks around it.
+    ("qwen3_coder", "a\n<function=now>\n</function>\n</tool_call>\nb", ("a\nb", "", [NOW])),
+    ("qwen3_coder", "<function=now></function><function=now></function>", ("", "", [NOW] * 2)),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n", ("", "", [NOW])),
+    ("qwen3_coder", "<function=now> b", ("<function=now> b", "", [])),
+    ("qwen3_coder", "<function=a b></function> ", ("<function=a b></function>", "", [])),
     (
         "glm",
         "<tool_call>get_weather<arg_key>where</arg_key><arg_value>null</arg_value></tool_call> ok",
@@ -178,6 +187,7 @@ OTHERS: list[tuple[str, str, Parsed]] = [
         ("Hi", "Hm.", []),
     ),
     ("harmony", "no header", ("no header", "", [])),
+    ("harmony", " to=functions.now<|channel|>commentary json<|message|>{} \n", ("", "", [NOW])),
     # A list that is cut off, or goes on otherwise, has the calls before that.
     (CHOSEN, '[{"name": "now", "parameters": {}},', ("", "", [NOW])),
     (CHOSEN, '[{"name": "now"}, {"name": "f", "pa', (' {"name": "f", "pa', "", [NOW])),

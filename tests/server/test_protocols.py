@@ -426,7 +426,7 @@ def test_a_last_message_of_the_assistant_is_continued(server: Any, sync: LLM, st
 def test_reasoning_of_a_turn_with_tools_is_in_the_prompt(
     folder: Path, start: Any, tmp_path: Path
 ) -> None:
-    """In each protocol, under the name that the template reads, as transformers renders it."""
+    """In each protocol, under the names that templates read, as transformers renders it."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     user, result = {"role": "user", "content": "Hi"}, {"type": "tool_result", "tool_use_id": "c"}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -440,26 +440,27 @@ def test_reasoning_of_a_turn_with_tools_is_in_the_prompt(
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "ok"},
     ]
-    for name in ("reasoning_content", "thinking"):  # of most, and of gpt-oss's
-        source = "{% for m in messages %}<{{ m.role }}>{% if m.NAME %}({{ m.NAME }}){% endif %}"
-        source = source.replace("NAME", name) + "{{ m.content }}{% endfor %}"
-        ([text], _) = render_jinja_template([chat], chat_template=source)
-        own = shutil.copytree(folder, tmp_path / name)
-        (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
-        llm = LLM(str(own), kv_cache_memory_bytes=4 << 20, dtype="float32", device="cpu")
-        with start(AsyncLLM(llm)) as server:
-            turn = [{"role": "assistant", "content": blocks}]
-            turn += [{"role": "user", "content": [{**result, "content": "ok"}]}]
-            for path, body in {
-                "chat/completions": {"messages": chat, "max_tokens": 1},
-                "messages": {"messages": [user, *turn], "max_tokens": 1},
-                "responses": {"input": [user, *items], "max_output_tokens": 1},
-            }.items():
-                status, got = server.ask("POST", f"/v1/{path}", {"model": "tiny", **body})
-                usage = got["usage"]
-                tokens = usage.get("prompt_tokens", usage.get("input_tokens", 0))
-                tokens += usage.get("cache_read_input_tokens", 0)
-                assert (status, tokens) == (200, len(text)), path
+    source = (  # the second name is gpt-oss's
+        "{% for m in messages %}<{{ m.role }}>({{ m.reasoning_content }})({{ m.thinking }})"
+        "{{ m.content }}{% endfor %}"
+    )
+    ([text], _) = render_jinja_template([chat], chat_template=source)
+    own = shutil.copytree(folder, tmp_path / "own")
+    (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    llm = LLM(str(own), kv_cache_memory_bytes=4 << 20, dtype="float32", device="cpu")
+    with start(AsyncLLM(llm)) as server:
+        turn = [{"role": "assistant", "content": blocks}]
+        turn += [{"role": "user", "content": [{**result, "content": "ok"}]}]
+        for path, body in {
+            "chat/completions": {"messages": chat, "max_tokens": 1},
+            "messages": {"messages": [user, *turn], "max_tokens": 1},
+            "responses": {"input": [user, *items], "max_output_tokens": 1},
+        }.items():
+            status, got = server.ask("POST", f"/v1/{path}", {"model": "tiny", **body})
+            usage = got["usage"]
+            tokens = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+            tokens += usage.get("cache_read_input_tokens", 0)
+            assert (status, tokens) == (200, len(text)), path
 
 
 def test_what_one_turn_said_is_one_message() -> None:

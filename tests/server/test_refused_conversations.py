@@ -175,6 +175,8 @@ def test_no_field_of_openais_client_is_unknown() -> None:
             "messages[0].role should be one of",
         ),
         ("/v1/responses", {"input": 3}, "input should be text or a list of items"),
+        ("/v1/responses", {"input": []}, "input has no message"),
+        ("/v1/responses", {"input": [{"type": "reasoning"}]}, "input has no message"),
         ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "previous_response_id is"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "mcp"}]}, "a tool of type"),
         (

@@ -100,9 +100,12 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     choice = body.tool_choice
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
+    messages = _joined(checked_messages("input", items, _messages, body.instructions))
+    if not messages:
+        raise ApiError(400, "input has no message: give text or items", "input")
     return body.as_chat(
         body.text.format,
-        messages=_joined(checked_messages("input", items, _messages, body.instructions)),
+        messages=messages,
         max_tokens=body.max_output_tokens,
         tools=[as_function(tool, ("function",), "parameters") for tool in body.tools],
         tool_choice=choice,

@@ -45,21 +45,29 @@ def _hermes(text: GrowingText, schemas: Schemas) -> Parse:
     while (yield from until(text, (begin,), "content")):
         body = yield from take_json(text)  # whose strings may have the end mark
         more, raw = yield from take_section(text, begin + (body or ""), end)
-        wrong = body is None or more is None or more.strip(SPACE)
+        if more is None:  # models may leave out the last end mark
+            more = raw.removeprefix(begin + (body or ""))
+        wrong = body is None or more.strip(SPACE)
         yield from _calls_or(raw, [] if wrong else [_call(_loads(body or ""))])
         yield from skip_blank(text)
 
 
 def _qwen3_coder(text: GrowingText, schemas: Schemas) -> Parse:
-    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``."""
-    begin, end = "<tool_call>", "</tool_call>"
-    while (yield from until(text, (begin,), "content")):
-        body, raw = yield from take_section(text, begin, end)
-        function = (body or "").strip(SPACE)
-        name, _, values = function.removeprefix("<function=").partition(">")
-        pairs = _pairs(values.removesuffix("</function>"), "<parameter=", ">", "</parameter>")
-        wrong = not (function.startswith("<function=") and function.endswith("</function>"))
-        yield from _calls_or(raw, [None if wrong else _of_texts(name, pairs, schemas)])
+    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``.
+
+    As in Qwen's own parser, the outer marks may be missing.
+    """
+    begin, end, opens, closes = "<tool_call>", "</tool_call>", "<function=", "</function>"
+    while mark := (yield from until(text, (begin, opens), "content")):
+        body, raw = yield from take_section(text, mark, end if mark == begin else closes)
+        function = (raw.removeprefix(begin) if body is None or mark == opens else body).strip(SPACE)
+        name, _, values = function.removeprefix(opens).partition(">")
+        pairs = _pairs(values.removesuffix(closes), "<parameter=", ">", "</parameter>")
+        wrong = not (function.startswith(opens) and function.endswith(closes))
+        call = None if wrong else _of_texts(name, pairs, schemas)
+        yield from _calls_or(raw, [call])
+        if mark == opens and call is not None:
+            yield from begins(text, end)
         yield from skip_blank(text)
 
 
@@ -245,6 +253,7 @@ def _harmony(text: GrowingText, schemas: Schemas) -> Parse:
         if recipient is not None:
             body = yield from take_json(text)
             yield from _calls_or(body or "", [_named(recipient[1], body)])
+            yield from skip_blank(text)
         is_reasoning = channel is not None and channel[1] == "analysis"
         yield from until(text, ends, "reasoning" if is_reasoning else "content")
     if not text.rest.startswith("<|"):  # else a header without its message

@@ -206,6 +206,8 @@ FORMS_OF_CALLS = {
     "mistral": CALLS + "{{ c.function|tojson }}{{ raise_exception('nine') if c.id|length != 9 }}"
     "{{ c.id }}{% endfor %}{% elif m.role == 'tool' %}{{ m.tool_call_id }}"
     "{{ raise_exception('nine') if m.tool_call_id|length != 9 }}" + OTHERWISE,
+    "mistral, later": CALLS + "{{ c.function|tojson }}{{ raise_exception('nine') if c.id|length < 9"
+    " }}{{ c.id[-9:] }}{% endfor %}" + OTHERWISE,
     # Kimi's: the id has the function's name, which is written nowhere else.
     "kimi": CALLS + "<call>{{ c.id }}{{ c.function.arguments|tojson }}{% endfor %}"
     "{% elif m.role == 'tool' %}Return of {{ m.tool_call_id }}" + OTHERWISE,
@@ -236,6 +238,7 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
     known = {
         "deepseek": (None, True, ["", ""]),
         "mistral": (None, False, ["123456789", "000000f:1"]),
+        "mistral, later": (None, False, ["123456789", "000000f:1"]),
         "kimi": (None, False, ["functions.f0:0", "functions.f1:1"]),
         "glm": ("", False, ["", ""]),
     }
@@ -269,10 +272,14 @@ def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
 
 
 def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:
-    """``{% generation %}`` marks the assistant's text for trainers, and shows it."""
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    """``{% generation %}`` marks the assistant's text for trainers, and shows it, in its scope."""
+    source = (
+        "{% for m in messages %}{% set end = '.' %}{% generation %}{% set end = '!' %}"
+        "{{ loop.index }}{{ m.content }}{{ end }}{% endgeneration %}{{ end }}{% endfor %}"
+    )
     messages = [{"role": "assistant", "content": "a"}]
-    assert ChatTemplate(tmp_path, source).render(messages) == "a"
+    ([written], _) = render_jinja_template([messages], chat_template=source)
+    assert ChatTemplate(tmp_path, source).render(messages) == written == "1a!."
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ _IDS: dict[str, Callable[[str, str, int], str]] = {
     "named": lambda given, name, number: f"functions.{name}:{number}",  # Kimi writes no other name
 }
 NAME = "function_that_is_tried"
-_CALL = {"id": "call_of_one", "type": "function"}
+_CALL = {"id": "1", "type": "function"}  # which is too short for some
 _FUNCTION = {"name": NAME, "arguments": {"city": "Rome"}}
 _TURN: list[dict[str, Any]] = [
     {"role": "user", "content": "weather"},
     {"role": "assistant", "content": None, "tool_calls": [{**_CALL, "function": _FUNCTION}]},
-    {"role": "tool", "tool_call_id": "call_of_one", "content": "rain"},
+    {"role": "tool", "tool_call_id": "1", "content": "rain"},
 ]
 # Some templates write the turns before the last one in another way.
 TRIED = [*_TURN, {"role": "assistant", "content": "rain"}, *_TURN]

@@ -156,19 +156,25 @@ class ChatTemplate:
 
         A list that is written as a Python list does not count.
         """
-        names = [name for name in self._variables if name.endswith("_token")]
-        given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
         for before in ([], [{"role": "system", "content": as_content("a system")}]):
             written = []
             for text in _PROBES:
-                given["messages"] = [*before, {"role": "user", "content": as_content(text)}]
-                try:
-                    written.append(self._process.render(self.source, given))
-                except ValueError:
+                messages = [*before, {"role": "user", "content": as_content(text)}]
+                if (shown := self._tried(messages)) is None:
                     break
+                written.append(shown)
             if len(set(written)) == len(_PROBES):
                 return _UNSHOWN not in written[0].lower()
         return False
+
+    def _tried(self, messages: Messages) -> str | None:
+        """Return what the template writes of messages; ``None`` if it fails on them."""
+        names = [name for name in self._variables if name.endswith("_token")]
+        given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
+        try:
+            return self._process.render(self.source, {**given, "messages": messages})
+        except ValueError:
+            return None
 
     def _form_of_calls(self) -> CallForm:
         """Return the first form of calls in which the template shows the function's name.
@@ -181,13 +187,8 @@ class ChatTemplate:
         return self._call_form
 
     def _shows_calls(self, form: CallForm) -> bool:
-        names = [name for name in self._variables if name.endswith("_token")]
-        given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
         tried = [_formatted(message, *self._takes(), form.null) for message in TRIED]
-        try:
-            text = self._process.render(self.source, {**given, "messages": with_calls(tried, form)})
-        except ValueError:
-            return False
+        text = self._tried(with_calls(tried, form)) or ""
         return NAME in text and not (form.null and "None" in text)
 
     def _default(self) -> str:
@@ -220,7 +221,7 @@ class ChatTemplate:
         Args:
             messages: mappings with ``role`` and ``content``. The content is text, a list of
                 ``{"type": "text", "text": ...}``, or ``None``, as beside calls of tools. Arguments
-                of these calls that are JSON text are read first.
+                and ids of these calls are given in the form that the template takes.
             add_generation_prompt: end with the beginning of the assistant's message.
             content_format: what the template gets as content: ``"string"``, where texts of a list
                 are joined by line breaks, but for empty ones; ``"openai"``, a list of such

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,9 +23,10 @@ class Generation(Extension):
     tags = {"generation"}  # attribute that jinja2 requires
 
     def parse(self, parser: Any) -> Any:
-        """Return the nodes inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        """Return the nodes inside the block, where variables are set for the block alone."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
