@@ -387,9 +387,9 @@ class _OfAutoRound(_Settings):
 
 
 class AutoRoundConfig(_OfAutoRound):
-    """``quant_method: auto-round``, of AutoRound; ``intel/auto-round`` before its version 0.5.
+    """``quant_method: auto-round``, of AutoRound; older versions wrote ``intel/auto-round``.
 
-    The older one has ``backend`` in place of ``packing_format``: a layout, and a kernel for it.
+    They have ``backend`` in place of ``packing_format``: a layout, and a kernel for it.
     """
 
     layouts: ClassVar[dict[str, PackedFormat]] = {
