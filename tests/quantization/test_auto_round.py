@@ -138,6 +138,28 @@ def test_settings_of_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("backend", "form"),
+    [
+        ("auto_round:exllamav2", "auto_round"),
+        ("auto_round:tritonv2", "auto_round"),
+        ("auto_round:gptq:exllamav2", "auto_round:gptq"),
+        ("auto_round:auto_gptq:tritonv2", "auto_round:auto_gptq"),
+        ("gptq:exllamav2", "auto_round:gptq"),
+        ("auto_gptq:tritonv2", "auto_round:auto_gptq"),
+        ("auto_round:auto_awq:gemm", "auto_round:auto_awq"),
+        ("auto", "auto_round:auto_gptq"),
+    ],
+)
+def test_older_files_name_the_layout_with_a_kernel(backend: str, form: str) -> None:
+    """The backends of AutoRound 0.4; "triton" there packs zeros as they are, as its own format."""
+    common = {name: value for name, value in WRITTEN.items() if name != "packing_format"}
+    older = common | {"quant_method": "intel/auto-round", "backend": backend}
+    assert rules_for(None, older) == rules_for(None, common | {"packing_format": form})
+    both = older | {"packing_format": "auto_round:gptqmodel"}
+    assert rules_for(None, both) == rules_for(None, WRITTEN | both | {"backend": None})
+
+
+@pytest.mark.parametrize(
     ("attr", "change"),
     [
         ("scales", lambda t: None),
@@ -171,6 +193,11 @@ def test_damages_are_refused_by_name(
     [
         ({"packing_format": "auto_round:exllamav2"}, UnsupportedModelError, "format.*auto_gptq"),
         ({"packing_format": "auto_round:fp8"}, UnsupportedModelError, "packing_format"),
+        (
+            {"packing_format": None, "backend": "auto_round:gptq:marlin"},
+            UnsupportedModelError,
+            "config.backend.*auto_round:gptq or .*, got auto_round:gptq:marlin",
+        ),
         ({"act_bits": 8}, CheckpointFormatError, "act_bits"),
         ({"data_type": "mx_fp"}, CheckpointFormatError, "data_type"),
         ({"bits": 5}, CheckpointFormatError, "bits"),

@@ -214,6 +214,7 @@ SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     "gpt-4o": ((O200K,), False),
     "deepseek-v3": (DEEPSEEK3, False),
     "gpt-2": ((GPT2,), False),
+    "deepseek-coder": (("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False),
     "default": ((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False),
 }
 # Characters of each kind that the expressions tell apart, and both ends of their ranges.

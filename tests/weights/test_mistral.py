@@ -323,7 +323,7 @@ def test_files_beside_the_weights_are_taken(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text("damaged")
     (tmp_path / "config.json").write_text('{"hidden_size": 7}')
     names = [
-        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
         "chat_template.jinja", "generation_config.json",
     ]  # fmt: skip
     for name in names:

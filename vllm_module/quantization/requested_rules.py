@@ -40,6 +40,7 @@ STORED: dict[str, Callable[[Mapping[str, Any]], Rules]] = {
     "gptq": GPTQConfig.read,
     "awq": AWQConfig.read,
     "auto-round": AutoRoundConfig.read,
+    "intel/auto-round": AutoRoundConfig.read,
     "bitsandbytes": BitsAndBytesConfig.read,
     "fbgemm_fp8": FBGEMMConfig.read,
 }

@@ -387,7 +387,10 @@ class _OfAutoRound(_Settings):
 
 
 class AutoRoundConfig(_OfAutoRound):
-    """``quant_method: auto-round``."""
+    """``quant_method: auto-round``, of AutoRound; older versions wrote ``intel/auto-round``.
+
+    They have ``backend`` in place of ``packing_format``: a layout, and a kernel for it.
+    """
 
     layouts: ClassVar[dict[str, PackedFormat]] = {
         "auto_round:auto_gptq": GPTQ,
@@ -400,15 +403,17 @@ class AutoRoundConfig(_OfAutoRound):
 
     bits: _Bits
     group_size: _GroupSize
-    packing_format: str = "auto_round:auto_gptq"
+    packing_format: str | None = None
+    backend: str | None = "auto"
     block_name_to_quantize: list[str] | str | None = None
     extra_config: dict[str, dict[str, Any]] | None = None
 
     def rules(self) -> Rules:
-        if self.packing_format not in self.layouts:
+        if self._form() not in self.layouts:
             advice = "export the model again to one of these, or to llm_compressor"
             expected = f"{' or '.join(self.layouts)} ({advice})"
-            raise unsupported("packing_format", expected, self.packing_format)
+            entry = "backend" if self.packing_format is None else "packing_format"
+            raise unsupported(entry, expected, self.packing_format or self.backend)
         common = {name: getattr(self, name) for name in _OfAutoRound.model_fields}
         names: list[Rule] = []
         patterns: list[Rule] = []
@@ -429,10 +434,17 @@ class AutoRoundConfig(_OfAutoRound):
         own = self._method("", self)
         return Rules((*names, *patterns, *ignored, *((target, own) for target in quantized)))
 
+    def _form(self) -> str:
+        """Return the name of the layout."""
+        if self.packing_format is not None or self.backend in (None, "auto"):
+            return self.packing_format or "auto_round:auto_gptq"
+        layout = re.sub(":(exllamav2|tritonv2|gemm)$", "", self.backend)
+        return layout if layout.startswith("auto_round") else f"auto_round:{layout}"
+
     def _method(self, where: str, settings: _OfAutoRound) -> PackedMethod:
-        layout = self.layouts[self.packing_format]
+        layout = self.layouts[self._form()]
         if layout is AWQ and settings.bits != 4:
-            raise unsupported(f"{where}bits", f"4 with {self.packing_format}", settings.bits)
+            raise unsupported(f"{where}bits", f"4 with {self._form()}", settings.bits)
         # Zeros are stored always in AWQ's layout, where nothing compares them with ``sym``.
         symmetric = settings.sym and layout is not AWQ
         return PackedMethod(layout, settings.bits, settings.size, symmetric)

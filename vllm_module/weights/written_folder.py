@@ -19,8 +19,8 @@ from vllm_module.errors import CheckpointFormatError
 
 # Files that are copied from beside the weights, if they exist.
 TAKEN = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 _folders: dict[Path, int] = {}  # the id of the process that made each folder

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_module.base.messages import describe_error, printable, shorten
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.text.added_tokens import SPECIAL, declared_tokens, special_tokens
 from vllm_module.runtime.text.chat import (
     ChatTemplate,
     template_of,
@@ -23,7 +24,6 @@ from vllm_module.weights.regular_file import is_there
 from vllm_module.weights.written_folder import NO_TOKENIZER
 
 _REPLACEMENT = "\ufffd"  # character that a decoder returns for bytes that are no whole character
-_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 # Byte-level tokenizers write a byte as its character, or as the next one of those from 256.
@@ -72,6 +72,8 @@ class Encoding(dict[str, Any]):
 class Tokenizer:
     """A checkpoint's own tokenizer, read from its ``tokenizer.json``.
 
+    Tokens that only the files beside it declare are added, as transformers does.
+
     It has the methods of transformers' tokenizers that scripts use most. Besides ``eos_token``
     and ``eos_token_id`` there are those of ``bos``, ``pad``, ``unk``, ``sep``, ``cls`` and
     ``mask``; ``None`` where tokenizer_config.json names no such token.
@@ -97,6 +99,10 @@ class Tokenizer:
         self._path = path
         with _refusing(CheckpointFormatError, f"{printable(path)} cannot be read"):
             self._tokenizer = FastTokenizer.from_buffer(data)
+            present = self._tokenizer.get_added_tokens_decoder()
+        added = declared_tokens(folder, present)
+        with _refusing(CheckpointFormatError, f"{printable(folder)}: tokens cannot be added"):
+            self._tokenizer.add_tokens(added)
         # The file may contain a training script's settings of truncation and padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -265,7 +271,7 @@ class Tokenizer:
 
     def __getattr__(self, name: str) -> Any:
         kind, _, rest = name.partition("_")
-        if kind in _SPECIAL and rest in ("token", "token_id"):
+        if kind in SPECIAL and rest in ("token", "token_id"):
             read = self._special_token if rest == "token" else self._special_id
             return read(f"{kind}_token")
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
@@ -273,12 +279,7 @@ class Tokenizer:
     @property
     def all_special_tokens(self) -> list[str]:
         """Special tokens in tokenizer_config.json, each once."""
-        settings = self._settings()
-        found: list[Any] = [settings.get(f"{kind}_token") for kind in _SPECIAL]
-        for name in ("additional_special_tokens", "extra_special_tokens"):
-            more = settings.get(name)
-            found += more.values() if isinstance(more, Mapping) else more or ()
-        return list(dict.fromkeys(text for each in found if (text := token_text(each)) is not None))
+        return list(special_tokens(self._settings()))
 
     @property
     def all_special_ids(self) -> list[int]:

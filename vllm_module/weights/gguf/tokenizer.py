@@ -48,6 +48,13 @@ _DEEPSEEK3 = (  # one after the other: numbers, Chinese and Japanese, the rest
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_DEEPSEEK_CODER = (
+    r"[\r\n]",
+    r"\s?\p{L}+",
+    r"\s?\p{P}+",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}",
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LIKE_LLAMA3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"
@@ -57,6 +64,7 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((*_LIKE_LLAMA3, "glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
     "deepseek-v3": _DEEPSEEK3,
+    "deepseek-coder": _DEEPSEEK_CODER,
     "tekken": (_TEKKEN,),
     "gpt-4o": (_O200K,),
     # llama.cpp's, also where it warns that the key is missing: no published model's.
