@@ -23,6 +23,7 @@ from vllm_module.errors import ShardingError, UnexpectedWeightError, Unsupported
 from vllm_module.hf_config import parse_config
 from vllm_module.layout import TransferPlan, layout_of_stages, parse_layout
 from vllm_module.layout.layout_file import layout_json
+from vllm_module.models.decoder import DecoderForCausalLM
 from vllm_module.quantization import rules_for
 from vllm_module.testing import random_weights
 from vllm_module.weights import open_checkpoint
@@ -315,6 +316,15 @@ def test_a_model_without_stages_is_refused_by_name(architecture: str) -> None:
     build(config)
     with pytest.raises(UnsupportedModelError, match=f"{architecture} has no pipeline stages"):
         stages(config, 2)
+
+
+@pytest.mark.parametrize("path", ["model.layer", "model.rotary_emb"])
+def test_a_path_to_no_layers_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has what is there: a name is misspelt, or that of a module without weights."""
+    monkeypatch.setattr(DecoderForCausalLM, "divided_layers", path)  # what every decoder declares
+    has = "LlamaModel has no .* with weights: it has embed_tokens, layers, norm"
+    with pytest.raises(ValueError, match=has):
+        stages(config_of("llama"), 2)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

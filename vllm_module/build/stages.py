@@ -27,13 +27,18 @@ def divide(model: nn.Module, stage: PipelineStage) -> None:
     if path is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no pipeline stages, and {stage.size} are asked for: it "
-            "runs as one stage, on tensor-parallel ranks"
+            "runs as one stage, on tensor-parallel ranks, because it declares no divided_layers"
         )
     before: list[tuple[nn.Module, str]] = []
     behind: list[tuple[nn.Module, str]] = []
     holder = model
     for name in path.split("."):
         names = [child for child, module in holder.named_children() if module.state_dict()]
+        if name not in names:
+            raise ValueError(
+                f"{type(model).__name__} declares divided_layers {path!r}, and "
+                f"{type(holder).__name__} has no {name!r} with weights: it has {', '.join(names)}"
+            )
         at = names.index(name)
         before += [(holder, each) for each in names[:at]]
         behind += [(holder, each) for each in names[at + 1 :]]
