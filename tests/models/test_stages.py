@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 from pathlib import Path
@@ -316,6 +317,17 @@ def test_a_model_without_stages_is_refused_by_name(architecture: str) -> None:
     build(config)
     with pytest.raises(UnsupportedModelError, match=f"{architecture} has no pipeline stages"):
         stages(config, 2)
+
+
+def test_layers_of_two_stages_that_share_a_tensor_are_refused() -> None:
+    """Both stages would need it, and a checkpoint has it under the name of one layer."""
+    model: Any = build(config_of("llama", num_hidden_layers=3))
+    first, second, third = model.model.layers  # the first two are one stage's
+    second.mlp = first.mlp
+    divide(copy.deepcopy(model), PipelineStage(1, 2))
+    third.mlp = first.mlp
+    with pytest.raises(UnsupportedModelError, match=r"layers 0 and 2 share mlp\.gate_up_proj\.w"):
+        divide(model, PipelineStage(1, 2))
 
 
 @pytest.mark.parametrize("path", ["model.layer", "model.rotary_emb"])
