@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 from pathlib import Path
@@ -23,6 +24,7 @@ from vllm_module.errors import ShardingError, UnexpectedWeightError, Unsupported
 from vllm_module.hf_config import parse_config
 from vllm_module.layout import TransferPlan, layout_of_stages, parse_layout
 from vllm_module.layout.layout_file import layout_json
+from vllm_module.models.decoder import DecoderForCausalLM
 from vllm_module.quantization import rules_for
 from vllm_module.testing import random_weights
 from vllm_module.weights import open_checkpoint
@@ -316,6 +318,26 @@ def test_a_model_without_stages_is_refused_by_name(architecture: str) -> None:
     build(config)
     with pytest.raises(UnsupportedModelError, match=f"{architecture} has no pipeline stages"):
         stages(config, 2)
+
+
+def test_layers_of_two_stages_that_share_a_tensor_are_refused() -> None:
+    """Both stages would need it, and a checkpoint has it under the name of one layer."""
+    model: Any = build(config_of("llama", num_hidden_layers=3))
+    first, second, third = model.model.layers  # the first two are one stage's
+    second.mlp = first.mlp
+    divide(copy.deepcopy(model), PipelineStage(1, 2))
+    third.mlp = first.mlp
+    with pytest.raises(UnsupportedModelError, match=r"layers 0 and 2 share mlp\.gate_up_proj\.w"):
+        divide(model, PipelineStage(1, 2))
+
+
+@pytest.mark.parametrize("path", ["model.layer", "model.rotary_emb"])
+def test_a_path_to_no_layers_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has what is there: a name is misspelt, or that of a module without weights."""
+    monkeypatch.setattr(DecoderForCausalLM, "divided_layers", path)  # what every decoder declares
+    has = "LlamaModel has no .* with weights: it has embed_tokens, layers, norm"
+    with pytest.raises(ValueError, match=has):
+        stages(config_of("llama"), 2)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

@@ -23,6 +23,7 @@ from vllm_module.errors import (
     WeightLoadError,
     WeightReadError,
 )
+from vllm_module.layers import RMSNorm
 from vllm_module.testing.checkpoints import assert_same_state, state, write_checkpoint
 from vllm_module.weights import open_checkpoint
 
@@ -370,6 +371,28 @@ def test_a_fused_layer_of_ones_own_that_lacks_something_says_what(layer: Any, me
 
     with pytest.raises(WeightLoadError, match=message):
         Parent().load_weights({f"{name}.weight": torch.zeros(2, 4) for name in layer.shard_names})
+
+
+@pytest.mark.parametrize(
+    ("held", "name", "message"),
+    [
+        ([RMSNorm(2)], "held.0.weight", "is a list, .*: make it an nn.ModuleList"),
+        ((RMSNorm(2),), "held.0.weight", "is a tuple, .*: make it an nn.ModuleList"),
+        ({"a": RMSNorm(2)}, "held.a.weight", "is a dict, .*: make it an nn.ModuleDict"),
+        (torch.zeros(2), "held", "is a plain tensor: make it an nn.Parameter, or a buffer"),
+        ([1], "held.0.weight", "has no 'held'; it has norm"),
+    ],
+)
+def test_what_pytorch_does_not_see_is_named(held: Any, name: str, message: str) -> None:
+    """Weights are expected where an attribute has them, and only registered ones are loaded."""
+
+    class Parent(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.held = RMSNorm(2), held
+
+    with pytest.raises(WeightLoadError, match=f"Parent.*{message}"):
+        Parent().load_weights({"norm.weight": torch.zeros(2), name: torch.zeros(2)})
 
 
 class Buffers(vLLMModule):

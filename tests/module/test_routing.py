@@ -12,7 +12,7 @@ from torch import nn
 
 from vllm_module import WeightLoadError, vLLMModule
 from vllm_module.errors import DuplicateWeightError, UnexpectedWeightError
-from vllm_module.layers import MergedColumnParallelLinear, RMSNorm
+from vllm_module.layers import MergedColumnParallelLinear, MergedReplicatedLinear, RMSNorm
 from vllm_module.parameters import ColumnvLLMParameter, Dim, ModelWeightParameter, Slot
 from vllm_module.testing import random_weights
 from vllm_module.testing.checkpoints import assert_same_state, state
@@ -381,8 +381,22 @@ def test_a_slot_that_has_the_name_of_a_tensor_is_refused_below_a_module_too() ->
             super().__init__()
             self.layer = Colliding()
 
-    with pytest.raises(ValueError, match=r"Colliding: .* claim the checkpoint name weight"):
+    with pytest.raises(ValueError, match=r"Colliding: .* claim the checkpoint name weight$"):
         Above().load_weights({"layer.weight": torch.ones(2)})
+
+
+def test_children_whose_slots_have_one_name_are_named() -> None:
+    """A slot stands beside its layer, so that two layers of one module cannot both have it."""
+
+    class Attention(vLLMModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = MergedReplicatedLinear(4, [2, 2], shard_names=["a", "b"])
+            self.other = MergedReplicatedLinear(4, [2, 2], shard_names=["c", "b"])
+            self.third = MergedReplicatedLinear(4, [2, 2], shard_names=["d", "e"])
+
+    with pytest.raises(ValueError, match=r"claim the checkpoint name b, which is of first, other$"):
+        Attention().load_weights({})
 
 
 @pytest.mark.parametrize("names", [["one"], ["other"], ["one", "other"]])

@@ -15,7 +15,7 @@ from vllm_module.errors import (
     DuplicateWeightError,
     UnsupportedModelError,
 )
-from vllm_module.layers import FusedMoE, ReplicatedLinear
+from vllm_module.layers import FusedMoE, QKVParallelLinear, ReplicatedLinear
 from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM
 from vllm_module.quantization import (
     ONLINE,
@@ -334,6 +334,39 @@ def test_a_rule_may_name_a_layer_by_an_alias() -> None:
     found = schemes(part)
     quantized = {name for name, scheme in found.items() if scheme is not None}
     assert quantized == {f"0.{layer}" for layer in LAYERS}
+
+
+class Packed(vLLMModule):
+    """Experts that are stored as ``moe.input`` and ``moe.output``, and a layer ``moe.qkv``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = vLLMModule()
+        self.inner.block = vLLMModule()
+        self.inner.block.experts = FusedMoE(2, 1, 8, 8, shard_names=None)
+        self.inner.block.qkv_proj = QKVParallelLinear(8, 4, 2)
+        self.inner.block.weight_aliases = {
+            "input": "experts.w13",
+            "output": "experts.w2",
+            "qkv": "qkv_proj",
+        }
+        self.weight_aliases = {"moe": "inner.block"}
+
+
+@pytest.mark.parametrize("prefix", ["", "re:"])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("moe.input", "experts.w13"), ("moe.output", "experts.w2"), ("moe.qkv", "qkv_proj")],
+)
+def test_a_rule_may_name_what_stores_a_layer_by_its_own_alias(
+    prefix: str, name: str, path: str
+) -> None:
+    """The alias of the layer comes after an alias of what is above it; patterns find it, too."""
+    packed = Packed()
+    asked = QuantizationConfig(scheme="fp8_per_tensor", ignore=(f"{prefix}{name}",))
+    quantize(packed, online_rules(asked))
+    left = {each for each, scheme in schemes(packed).items() if scheme is None}
+    assert left == {f"inner.block.{path}"}
 
 
 _WORDS = {"bits": 4, "group_size": 32}

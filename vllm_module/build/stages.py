@@ -20,26 +20,33 @@ def divide(model: nn.Module, stage: PipelineStage) -> None:
 
     Raises:
         ShardingError: there are more stages than layers.
-        UnsupportedModelError: the model declares no such list.
+        UnsupportedModelError: the model declares no such list, or layers of two stages share a
+            tensor.
 
     """
     path: str | None = getattr(model, "divided_layers", None)
     if path is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no pipeline stages, and {stage.size} are asked for: it "
-            "runs as one stage, on tensor-parallel ranks"
+            "runs as one stage, on tensor-parallel ranks, because it declares no divided_layers"
         )
     before: list[tuple[nn.Module, str]] = []
     behind: list[tuple[nn.Module, str]] = []
     holder = model
     for name in path.split("."):
         names = [child for child, module in holder.named_children() if module.state_dict()]
+        if name not in names:
+            raise ValueError(
+                f"{type(model).__name__} declares divided_layers {path!r}, and "
+                f"{type(holder).__name__} has no {name!r} with weights: it has {', '.join(names)}"
+            )
         at = names.index(name)
         before += [(holder, each) for each in names[:at]]
         behind += [(holder, each) for each in names[at + 1 :]]
         parent, holder = holder, holder.get_submodule(name)
     layers = list(holder.children())
     own, last = stage.layers(len(layers)), stage.size - 1
+    _refuse_shared(layers, stage.size)
     tied = _parameters(before) & _parameters(behind)
     for modules, end in ((before, 0), (behind, last)):
         for above, name in modules:
@@ -55,6 +62,18 @@ def divide(model: nn.Module, stage: PipelineStage) -> None:
         for number, layer in enumerate(layers)
     )
     setattr(parent, path.rpartition(".")[2], StageLayers(held))
+
+
+def _refuse_shared(layers: list[nn.Module], stages: int) -> None:
+    first: dict[nn.Parameter, int] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            other = first.setdefault(parameter, number)
+            if other * stages // len(layers) != number * stages // len(layers):
+                raise UnsupportedModelError(
+                    f"layers {other} and {number} share {name}, and would be on two of {stages} "
+                    "pipeline stages: such a model runs as one stage"
+                )
 
 
 def _parameters(modules: list[tuple[nn.Module, str]]) -> set[nn.Parameter]:

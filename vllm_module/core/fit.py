@@ -149,6 +149,8 @@ def no_place(location: Location, slot: str | None) -> str:
                 f"{module}.{name} declares shard_names, which has no effect, because "
                 f"{type(child).__name__} is no vLLMModule: make it one"
             )
+    if (unregistered := _unregistered(vars(node.module).get(component))) is not None:
+        return f"{module}.{component} is {unregistered}"
     known = dict.fromkeys(name.partition(".")[0] for name in routes_of(node))
     # The lines of several numbers can fold, because they say the same.
     number = component.isdecimal()
@@ -160,6 +162,17 @@ def no_place(location: Location, slot: str | None) -> str:
         return f"{module}.{component} is known, but not with a name like this"
     what = "such number" if number else shorten(component)
     return f"{module} has no {what}; it has {_listed(tuple(known))}"
+
+
+def _unregistered(value: Any) -> str | None:
+    """Say what an attribute is that should hold weights, and that PyTorch does not know of."""
+    if isinstance(value, torch.Tensor):
+        return "a plain tensor: make it an nn.Parameter, or a buffer by register_buffer"
+    held = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple) and any(isinstance(each, nn.Module) for each in held):
+        instead = "nn.ModuleDict" if isinstance(value, dict) else "nn.ModuleList"
+        return f"a {type(value).__name__}, whose modules PyTorch does not see: make it an {instead}"
+    return None
 
 
 @lru_cache(maxsize=16)  # the same for all experts that a checkpoint has too many

@@ -50,7 +50,9 @@ class vLLMModule(GuardedModule):
 
     Attributes:
         shard_names: names that this layer fuses: ``["q_proj", "k_proj", "v_proj"]``. Each is the
-            name of one slot of its parameters, and may be a path: ``"3.up_proj"``.
+            name of one slot of its parameters, and may be a path: ``"3.up_proj"``. A checkpoint has
+            it in place of the layer's own name: ``self_attn.q_proj.weight`` for a slot of
+            ``self_attn.qkv_proj.weight``.
         stored_beside: maps a tensor of this module to the name that a checkpoint has for it one
             level up. ``{"weight": "kernel"}`` on ``attn``: the checkpoint has ``self_attn.kernel``
             for ``self_attn.attn.weight``. Of a tensor with slots, it is the name of one checkpoint
@@ -154,8 +156,9 @@ class vLLMModule(GuardedModule):
         that is loaded. A module with no ``vLLMModule`` below it is called as soon as all of its
         tensors are filled. All others, and those that an update fills in part, are called at the
         end. An override computes everything again, in place, so that a captured CUDA graph sees
-        it. To refuse the checkpoint, it raises a ``WeightLoadError`` whose message begins with the
-        name of the tensor.
+        it. It leaves what was loaded as it is: an update may not bring it again. To refuse the
+        checkpoint, it raises a ``WeightLoadError`` whose message begins with the name of the
+        tensor.
         """
 
     def processing(self) -> Sequence[Callable[[], None]]:

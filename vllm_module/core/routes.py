@@ -160,7 +160,7 @@ def _declared_routes(
         _add(routes, f"{name}.", Skip(reason))
     targets = [target for _, target in aliases]
     claims += _add_aliases(routes, _own(tensors, shard_names), aliases)
-    _check_claims(kind, (*claims, *targets), claims)
+    _check_claims(kind, (*claims, *targets), claims, children)
     return routes
 
 
@@ -234,7 +234,9 @@ def _declared_by(cls: type) -> frozenset[str]:
     return frozenset(name for name in DECLARATIONS if hasattr(cls, name))
 
 
-def _check_claims(kind: str, declared: Sequence[str], claims: Sequence[str]) -> None:
+def _check_claims(
+    kind: str, declared: Sequence[str], claims: Sequence[str], children: Sequence[_Declared]
+) -> None:
     """Raise ``ValueError`` if a name is claimed twice, or a declared one has an empty component."""
     for name in declared:
         if not all(name.split(".")):
@@ -244,9 +246,14 @@ def _check_claims(kind: str, declared: Sequence[str], claims: Sequence[str]) -> 
             )
     if len(set(claims)) < len(claims):
         twice = sorted({name for name in claims if claims.count(name) > 1})
+        of = [
+            child
+            for child, slots, beside, _ in children
+            if not {child, *slots, *dict(beside).values()}.isdisjoint(twice)
+        ]
         raise ValueError(
             f"{kind}: two children, slots, tensors or rules claim the checkpoint name "
-            f"{', '.join(twice)}"
+            f"{', '.join(twice)}" + f", which is of {', '.join(of)}" * bool(of)
         )
 
 

@@ -164,9 +164,9 @@ def quantize(model: vLLMModule, rules: Rules) -> None:
     modules = dict(model.named_modules())
     layers = {path: each for path, each in modules.items() if isinstance(each, QuantizableLayer)}
     together = _together(model, layers)
-    aliases = [
+    aliases = [  # of inner modules first, whose names those of outer ones begin
         (f"{path}.{name}".lstrip("."), f"{path}.{alias}".lstrip("."))
-        for path, module in modules.items()
+        for path, module in reversed(modules.items())
         if isinstance(module, vLLMModule) and not isinstance(module, QuantizableLayer)
         for alias, name in module.weight_aliases.items()
     ]
@@ -293,10 +293,11 @@ def _decide(
         if begin == path or f"{path}.".startswith(f"{begin}.") or begin in names
     ]
     spelled = {name: _spelled(name, near) for name in (*names, path)} if near else {}
+    own = [each for begin, alias in near if begin == path for each in _spelled(alias, near)]
     known = [*names, *(each for others in spelled.values() for each in others)]
     rules = rules.naming([*known, path]) if named_only else rules.about(known, path)
     decisions = {
-        name: rules.rule_of(name, path if names else "", spelled.get(name, ()))
+        name: rules.rule_of(name, path if names else "", (*spelled.get(name, ()), *own))
         for name in names or [path]
     }
     schemes = {scheme for _, scheme in decisions.values()}
