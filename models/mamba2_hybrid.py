@@ -28,6 +28,12 @@ class Mamba2HybridConfig(LlamaConfig):
     mamba_proj_bias: bool = False
     time_step_limit: TimeStepLimit = (0.0, inf)
 
+    @property
+    def mamba_features(self) -> tuple[int, str]:
+        """The features that a mixer's heads have together, and the entries that say so."""
+        entries = f"mamba_expand {self.mamba_expand} * hidden_size {self.hidden_size}"
+        return self.mamba_expand * self.hidden_size, entries
+
     @model_validator(mode="after")
     def _fill_layer_types(self) -> Mamba2HybridConfig:
         if self.layer_types is not None:
@@ -37,7 +43,7 @@ class Mamba2HybridConfig(LlamaConfig):
 
     @model_validator(mode="after")
     def _fill_head_dim(self) -> Mamba2HybridConfig:
-        features, heads = self.mamba_expand * self.hidden_size, self.mamba_n_heads
+        (features, entries), heads = self.mamba_features, self.mamba_n_heads
         if heads % self.mamba_n_groups:
             raise ValueError(
                 f"mamba_n_heads {heads} should be a multiple of mamba_n_groups "
@@ -47,19 +53,19 @@ class Mamba2HybridConfig(LlamaConfig):
             if features % heads:
                 raise ValueError(
                     f"mamba_d_head is 'auto', and mamba_n_heads {heads} does not divide "
-                    f"{features}, which is mamba_expand * hidden_size"
+                    f"{features}, which is {entries}"
                 )
             vars(self)["mamba_d_head"] = features // heads
-        elif "mamba_expand" in self.model_fields_set and heads * self.mamba_d_head != features:
+        given = bool({"mamba_expand", "mamba_d_ssm"} & self.model_fields_set)
+        if given and heads * int(self.mamba_d_head) != features:
             raise ValueError(
-                f"mamba_n_heads {heads} * mamba_d_head {self.mamba_d_head} should be mamba_expand "
-                f"{self.mamba_expand} * hidden_size {self.hidden_size}"
+                f"mamba_n_heads {heads} * mamba_d_head {self.mamba_d_head} should be {entries}"
             )
         return self
 
 
 class HybridMamba2Mixer(Mamba2Mixer):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(
             config.hidden_size,
             config.mamba_n_heads,
@@ -71,4 +77,5 @@ class HybridMamba2Mixer(Mamba2Mixer):
             config.mamba_proj_bias,
             config.mamba_conv_bias,
             time_step_limit=config.time_step_limit,
+            **options,
         )

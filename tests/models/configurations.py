@@ -146,6 +146,22 @@ LFM2 = {
     "layer_types": ["conv", "full_attention", "conv"],
     "conv_bias": True,
 }
+FALCON_H1 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 96,
+    "mamba_chunk_size": 8,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.75, 1.25],
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.75,
+    "ssm_multipliers": [0.5, 1.0, 1.25, 0.75, 1.5],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.5,
+}
 GRANITE4 = {
     "layer_types": ["linear_attention", "full_attention"],
     "mamba_n_heads": 8,
@@ -323,6 +339,17 @@ CONFIGS = {
     "lfm2": config_of("lfm2", **LFM2),
     "lfm2-moe": config_of(
         "lfm2_moe", **LFM2, num_dense_layers=1, num_experts=5, moe_intermediate_size=24
+    ),
+    "falcon-h1": config_of("falcon_h1", **FALCON_H1),
+    "falcon-h1-norm-biases-tied": config_of(
+        "falcon_h1",
+        **FALCON_H1,
+        mamba_rms_norm=True,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        tie_word_embeddings=True,
     ),
     "granite-4": config_of("granitemoehybrid", **GRANITE4, num_local_experts=5),
     "granite-4-dense-rope-tied": config_of(

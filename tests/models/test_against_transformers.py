@@ -22,6 +22,8 @@ SHARDED = (
     "bamba",
     "cohere",
     "cohere2",
+    "falcon-h1",
+    "falcon-h1-norm-biases-tied",
     "gemma2",
     "gemma3",
     "glm4",

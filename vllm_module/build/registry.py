@@ -48,6 +48,7 @@ _OURS = {
     "BertModel": "vllm_module.models.bert:BertModel",
     "Cohere2ForCausalLM": "vllm_module.models.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "vllm_module.models.cohere:CohereForCausalLM",
+    "FalconH1ForCausalLM": "vllm_module.models.falcon_h1:FalconH1ForCausalLM",
     "Gemma2ForCausalLM": "vllm_module.models.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "vllm_module.models.gemma3:Gemma3ForCausalLM",
     "Glm4ForCausalLM": "vllm_module.models.glm4:Glm4ForCausalLM",

@@ -98,11 +98,16 @@ class Mamba2Mixer(DecayingLayer):
         ``metadata``, torch.compile breaks the graph here.
         """
         inner, channels = self.num_heads * self.head_dim, len(self.conv1d.weight)
-        gate, xbc, dt = self.in_proj(x).split([inner, channels, self.num_heads], dim=-1)
+        sizes = [inner, channels, self.num_heads]
+        gate, xbc, dt = torch.split(self.project(x), sizes, dim=-1)
         y = self.over_sequences(self._recur, metadata, xbc, dt)
         if self.norm is None:
             return self.out_proj((y.float() * F.silu(gate.float())).to(y.dtype))
         return self.out_proj(self.norm(y, gate))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return gates, ``x``, ``B``, ``C`` and steps of this rank; a subclass may scale them."""
+        return self.in_proj(x)
 
     def _recur(
         self, xbc: torch.Tensor, dt: torch.Tensor, metadata: AttentionMetadata | None
