@@ -117,6 +117,7 @@ CASES = {
     **{name: Case(CONFIGS[name]) for name in DENSE},
     **{name: Case(CONFIGS[name], expert_sizes=(2, 4)) for name in SPARSE},
     "cohere": Case(CONFIGS["cohere"] | TIED),
+    "falcon-h1": Case(CONFIGS["falcon-h1"], (1, 2)),
     "lfm2": Case(CONFIGS["lfm2"] | TIED, entries={"block_dim": 64, "conv_dim": 64}),
     "lfm2-moe": Case(CONFIGS["lfm2-moe"] | TIED, expert_sizes=(2, 4)),
     # vLLM does not know how transformers 5 names the layers, nor cuts two groups for four ranks.
