@@ -43,7 +43,7 @@ class Operation(NamedTuple):
     fixed: int
 
 
-def convolution(channels: int = 21, width: int = 4) -> Operation:
+def convolution(channels: int = 21, width: int = 4, silu: bool = True) -> Operation:
     def inputs(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
         x = torch.randn(2 * tokens, 2 * channels).to(dtype)[::2, 1::2]
         return [x, torch.randn(channels, width).to(dtype), torch.randn(channels).to(dtype)]
@@ -52,14 +52,15 @@ def convolution(channels: int = 21, width: int = 4) -> Operation:
         x, weight, bias = (each.to(state.dtype) for each in (x, weight, bias))
         window = torch.cat([state, x.t()], 1)
         rows = [(window[:, t : t + width] * weight).sum(1) for t in range(len(x))]
-        return F.silu(torch.stack(rows) + bias), window[:, 1 - width :]
+        y = torch.stack(rows) + bias
+        return F.silu(y) if silu else y, window[:, 1 - width :]
 
     def run(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *args: by(*args, True)
+        return lambda *args: by(*args, silu)
 
     runs = run(conv.causal_conv1d_reference), run(conv.causal_conv1d_triton)
     shape = channels, width - 1
-    return Operation(conv.causal_conv1d, runs, inputs, shape, exactly, "causal_conv1d", 2)
+    return Operation(run(conv.causal_conv1d), runs, inputs, shape, exactly, "causal_conv1d", 2)
 
 
 def mamba2_recurrence(
@@ -144,7 +145,12 @@ def rule(heads: int = 2, key_heads: int = 1, dk: int = 12, dv: int = 21) -> Oper
     return Operation(delta.gated_delta_rule, runs, inputs, shape, exactly, "gated_delta_rule", 0)
 
 
-OPERATIONS = {"convolution": convolution(), "scan": scan(), "delta rule": rule()}
+OPERATIONS = {
+    "convolution": convolution(),
+    "convolution alone": convolution(width=3, silu=False),
+    "scan": scan(),
+    "delta rule": rule(),
+}
 EACH = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
 

@@ -21,11 +21,13 @@ def placed(shape: tuple[int, ...], longest: int) -> tuple[torch.Tensor | int, ..
     )  # fmt: skip
 
 
-def convolved(longest: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
+def convolved(
+    longest: int, dtype: torch.dtype = torch.bfloat16, silu: bool = True
+) -> Callable[[], object]:
     """Convolve 8192 channels, which are a part of a projection's output."""
     x = meta(4096, 12288, dtype=dtype)[:, :8192]
     weight, bias = meta(8192, 4, dtype=dtype), meta(8192, dtype=dtype)
-    return lambda: causal_conv1d_triton(x, weight, bias, *placed((8192, 3), longest), True)
+    return lambda: causal_conv1d_triton(x, weight, bias, *placed((8192, 3), longest), silu)
 
 
 def scanned(
@@ -52,6 +54,7 @@ CASES: Cases = {
     "convolve, prompts": convolved(512),
     "convolve, single tokens": convolved(1),
     "convolve, fp32": convolved(512, FP32),
+    "convolve without activation": convolved(512, silu=False),
     "scan, prompts": scanned(512),
     "scan, single tokens": scanned(1),
     "scan, 256 numbers": scanned(512, n=256),
