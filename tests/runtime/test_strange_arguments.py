@@ -259,6 +259,15 @@ def test_arguments_of_another_type_are_refused(
         LLM(str(folder), **{**SMALL, name: value})
 
 
+def test_an_update_without_weights_is_refused(folder: Path) -> None:
+    """Nor is a path one: the message has the function that opens it."""
+    with LLM(str(folder), **SMALL) as llm:
+        for given in (None, folder, llm.executor.worker.model):
+            with pytest.raises(ValueError, match=r"^weights should be names .*open_update opens"):
+                llm.update_weights(given)  # type: ignore[arg-type]  # on purpose
+        assert llm.weight_version == "0"
+
+
 def test_strange_arguments_of_a_chat_are_refused(folder: Path) -> None:
     """Templates are text and their variables a mapping."""
     hello = [{"role": "user", "content": "A"}]

@@ -74,14 +74,16 @@ class WeightMethods:
         engine meets those of a trainer, which send it what it keeps.
 
         Raises:
-            ValueError: a plan of boxes is to another layout than the engine's, or the model lacks a
-                tensor that ``digests`` name.
+            ValueError: ``weights`` have no names, a plan of boxes is to another layout than the
+                engine's, or the model lacks a tensor that ``digests`` name.
             WeightLoadError: the model refuses the weights.
             WeightReadError: a tensor has another digest, an iterator lost touch with the trainer
                 that it receives from, or an update is for weights of another version.
             ModelNotReadyError: the engine sleeps, and has its weights in host memory.
 
         """
+        expected = "names with tensors, or SentBoxes (open_update opens a file or folder)"
+        check_type("weights", weights, expected, Mapping, Iterable, SentBoxes)
         check_type("weight_version", weight_version, "text or None", str, type(None))
         check_type("digests", digests, "digests by name, or None", Mapping, type(None))
         for name, digest in (digests or {}).items():

@@ -97,7 +97,7 @@ class PackedTensor(NamedTuple):
             name, kind = printable_name(self.name), type(weight).__name__
             raise WeightReadError(
                 f"{name} ({kind}, {self.dtype}) cannot be packed into a bucket; send a dense "
-                f"tensor with data: {describe_error(error)}"
+                f"tensor with data, such as a DTensor's full_tensor(): {describe_error(error)}"
             ) from error
 
 

@@ -112,8 +112,8 @@ def write_update(
                 file.write(name, tensor)
             except RuntimeError as error:  # torch's, which does not name the tensor
                 raise WeightReadError(
-                    f"{printable_name(name)} cannot be written; send a dense tensor with data: "
-                    f"{describe_error(error)}"
+                    f"{printable_name(name)} cannot be written; send a dense tensor with data, "
+                    f"such as a DTensor's full_tensor(): {describe_error(error)}"
                 ) from error
 
 
