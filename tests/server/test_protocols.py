@@ -171,9 +171,16 @@ def test_a_conversation_with_tools_in_messages(served: Any) -> None:
             {"role": "user", "content": "And now?"},
         ]
     )
-    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == len(
-        written["prompt_token_ids"]
-    )
+    count = len(written["prompt_token_ids"])
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
+    del body["max_tokens"]
+    counted = served.ask("POST", "/v1/messages/count_tokens", {"model": MODEL, **body})
+    assert counted == (200, {"input_tokens": count})
+    wrong = {"model": MODEL, "messages": [{"role": "nobody", "content": "x"}]}
+    status, answer = served.ask("POST", "/v1/messages/count_tokens", wrong)
+    assert (status, answer["type"]) == (400, "error")
+    assert "role should be one of" in answer["error"]["message"]
 
 
 BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {

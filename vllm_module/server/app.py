@@ -29,6 +29,7 @@ ROUTES: tuple[tuple[str, str, Right, Handler], ...] = (
     ("POST", "/v1/chat/completions", "api", choices.chat_completions),
     ("POST", "/v1/responses", "api", responses.responses),
     ("POST", "/v1/messages", "api", messages.messages),
+    ("POST", "/v1/messages/count_tokens", "api", messages.count_tokens),
     ("POST", "/v1/embeddings", "api", tokens.embeddings),
     ("POST", "/tokenize", "api", tokens.tokenize),
     ("POST", "/detokenize", "api", tokens.detokenize),

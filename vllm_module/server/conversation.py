@@ -24,14 +24,16 @@ _OF_TOOLS = {name: name for name in ("name", "description", "strict")}
 _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 
 
-async def begin(state: State, body: ChatBody, kind: str) -> Continuation:
-    """Return the continuation of a conversation, whose messages are checked.
-
-    ``kind`` begins the id of the answer.
-    """
+async def formatted(state: State, body: ChatBody) -> tuple[dict[str, Any], AnswerForm]:
+    """Return a conversation, whose messages are checked, as a prompt, and the answer's form."""
     state.engine(body.model)  # another model is refused first
     form = AnswerForm.of(body, state.formats)
-    prompt = await state.chat_prompt(body.messages, body, form.tools)
+    return await state.chat_prompt(body.messages, body, form.tools), form
+
+
+async def begin(state: State, body: ChatBody, kind: str) -> Continuation:
+    """Return the continuation of a conversation; ``kind`` begins the id of the answer."""
+    prompt, form = await formatted(state, body)
     return Continuation(
         state,
         body,

@@ -13,7 +13,13 @@ from pydantic import Field
 
 from vllm_module.base.messages import shorten
 from vllm_module.server.blocks import Block
-from vllm_module.server.conversation import BlocksAnswer, as_function, begin, checked_messages
+from vllm_module.server.conversation import (
+    BlocksAnswer,
+    as_function,
+    begin,
+    checked_messages,
+    formatted,
+)
 from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import (
@@ -28,7 +34,7 @@ from vllm_module.server.state import State
 from vllm_module.server.tools import Formats
 
 _STOP_REASONS = {"length": "max_tokens"}  # else the end of the model's turn
-_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # what Claude Code sends
+_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # the default of some clients
 _CHANGES = {"begin": "start", "more": "delta", "end": "stop"}
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -80,6 +86,18 @@ class MessagesBody(ConversationBody):
         other = "api_error" if error.status >= 500 else "invalid_request_error"
         kind = kinds.get(error.status, other)
         return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class CountBody(MessagesBody):
+    """The body of /v1/messages/count_tokens."""
+
+    max_tokens: int = Field(default=1, ge=1)
+
+
+async def count_tokens(state: State, body: CountBody) -> dict[str, int]:
+    """Return how many tokens a conversation has as a prompt; nothing is computed."""
+    prompt, _ = await formatted(state, _chat_body(body, _switch(body.thinking, state.formats)))
+    return {"input_tokens": len(prompt["prompt_token_ids"])}
 
 
 async def messages(state: State, body: MessagesBody) -> Answer:
