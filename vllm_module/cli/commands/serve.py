@@ -71,9 +71,9 @@ def serve(
     The protocols are OpenAI's and Anthropic's. The paths are /v1/completions, /v1/chat/completions,
     /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/embeddings, /v1/models, /tokenize,
     /detokenize, /health, /ready, /version, /metrics, /summary, /weight_version, /is_sleeping,
-    /get_world_size and /server_info; for operators /pause, /resume, /sleep, /wake_up, /update_weights,
-    /reset_prefix_cache, /v1/load_lora_adapter, /v1/unload_lora_adapter and /abort; for browsers a
-    page at /. While the model is loading, /health answers 503. Sampling parameters that a request
+    /get_world_size and /server_info; for operators /pause, /resume, /sleep, /wake_up,
+    /update_weights, /reset_prefix_cache, /v1/load_lora_adapter, /v1/unload_lora_adapter and /abort;
+    for browsers a page at /. While the model is loading, /health answers 503. Sampling parameters that a request
     leaves out are those of generation_config.json, else the protocol's.
     With --tp, each rank is a process; under torchrun, rank 0 answers. With --nnodes, start
     the command on each host: host 0 answers.
