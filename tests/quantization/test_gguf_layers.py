@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_module import vLLMModule
 from vllm_module.errors import (
+    MisshapenWeightError,
     WeightReadError,
 )
 from vllm_module.kernels.matmul.gguf_types import BLOCK_TYPES
@@ -64,3 +65,19 @@ def test_layers_in_blocks_keep_the_laws(law: Any) -> None:
     """Each slot has its own type, and all that is promised of loading holds."""
     kinds = st.sampled_from(["Q4_0", "Q8_0"])
     law(Projections, kinds, inputs=lambda model: (torch.ones(2, 32) / 32,))
+
+
+def test_a_fused_tensor_is_refused_where_its_rows_may_have_two_orders() -> None:
+    """Rows of q and k are in turns or not, which names of slots tell, and that of all does not."""
+    layer = QKVParallelLinear(32, 32, 4, 2, bias=False, stored_rotary_pairs=True)
+    slots = {name: torch.randn(each.shape) for name, each in layer.expected_weights().items()}
+    assert [*slots] == ["q_proj_pairs.weight", "k_proj_pairs.weight", "v_proj.weight"]
+    layer.load_weights(slots)
+    before = layer.weight.clone()
+    whole = {"weight": torch.cat([*slots.values()])}
+    with pytest.raises(MisshapenWeightError, match=r"order .* expected q_proj_pairs, k_proj_pairs"):
+        layer.update_weights(whole)
+    assert torch.equal(layer.weight, before)
+    other = QKVParallelLinear(32, 32, 4, 2, False, shard_names=None, stored_rotary_pairs=True)
+    other.load_weights(whole)  # its checkpoint has it so
+    assert torch.equal(other.weight, before)

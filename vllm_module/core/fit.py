@@ -29,6 +29,8 @@ def misfit(
     """Say why ``weight`` cannot fill ``slot`` of ``tensor``; ``None`` if it can."""
     if problem := _not_plain(weight, needs_data=needs_data):
         return problem
+    if slot is None and (apart := _in_two_orders(tensor)):
+        return f"its name does not tell in which order the rows are: expected {', '.join(apart)}"
     shape = weight.shape
     if not (tensor.accepts(slot, shape) if is_typed(tensor) else shape == tensor.shape):
         expected = expected_shape(tensor, slot)
@@ -46,6 +48,12 @@ def misfit(
     if weight.dtype != dtype and not widens and not (converts(weight.dtype) and converts(dtype)):
         return f"expected dtype {dtype} or one that converts to it, got {weight.dtype}"
     return None
+
+
+def _in_two_orders(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Return the slots of a tensor if some are stored as rotary pairs, which their names say."""
+    dims = tensor.dims if is_typed(tensor) else ()
+    return next((dim.names for dim in dims if any(slot.pairs for slot in dim.slots)), ())
 
 
 def _not_plain(weight: Any, *, needs_data: bool) -> str | None:

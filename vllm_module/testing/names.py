@@ -85,6 +85,7 @@ class Names:
         Raises ``AssertionError`` for an alias of a name that does not exist.
         """
         fused: list[Fused] = []
+        apart: set[str] = set()  # of these, those that are refused as one tensor
         names: dict[tuple[int, str], list[str]] = {}  # names of each tensor and slot
         below: list[str] = []  # names of slots below their layer, which are accepted too
         aliases: list[_Aliases] = []
@@ -115,6 +116,8 @@ class Names:
                         f"{path} has the slots {slots}, and shard_names are {owner.shard_names}"
                     )
                     fused.append(layer)
+                    if any(slot.pairs for dim in tensor.dims for slot in dim.slots):
+                        apart.add(layer.name)
                     below += [_joined(prefix, slot, path.rpartition(".")[2]) for slot in slots]
                 for slot in slots:
                     name = slot_name(path, slot) if slot else whole
@@ -127,7 +130,9 @@ class Names:
         known |= {other for name in known for other in _other_spellings(name, aliases)}
         _check_aliases(known.union(elsewhere), aliases, module)
         spellings = {name: others for name in own if (others := _other_spellings(name, aliases))}
-        unshared = tuple(each for each in fused if not repeated & {*each.slot_names})
+        unshared = tuple(
+            each for each in fused if each.name not in apart and not repeated & {*each.slot_names}
+        )
         rules = tuple(skipped), tuple(elsewhere)
         return cls(unshared, tied, spellings, *rules, frozenset(known))
 
