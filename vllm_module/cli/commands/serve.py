@@ -73,8 +73,8 @@ def serve(
     /detokenize, /health, /ready, /version, /metrics, /summary, /weight_version, /is_sleeping,
     /get_world_size and /server_info; for operators /pause, /resume, /sleep, /wake_up,
     /update_weights, /reset_prefix_cache, /v1/load_lora_adapter, /v1/unload_lora_adapter and /abort;
-    for browsers a page at /. While the model is loading, /health answers 503. Sampling parameters that a request
-    leaves out are those of generation_config.json, else the protocol's.
+    for browsers a page at /. While the model is loading, /health answers 503. Sampling parameters
+    that a request leaves out are those of generation_config.json, else the protocol's.
     With --tp, each rank is a process; under torchrun, rank 0 answers. With --nnodes, start
     the command on each host: host 0 answers.
     """
