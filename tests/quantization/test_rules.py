@@ -384,7 +384,7 @@ STORED: dict[str, dict[str, Any]] = {
     "gptq": {**_WORDS, "desc_act": True},
     "awq": {**_WORDS, "zero_point": True, "version": "gemm"},
     "auto-round": {**_WORDS, "sym": True, "packing_format": "auto_round:auto_gptq"},
-    "intel/auto-round": {**_WORDS, "sym": True, "backend": "auto_round:gptq"},
+    "intel/auto-round": {"bits": 4, "group_size": 64, "sym": True, "backend": "auto_round:gptq"},
     "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fbgemm_fp8": {"activation_scale_ub": 1200.0},
 }
