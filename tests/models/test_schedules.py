@@ -29,12 +29,9 @@ NAMES = (
     "llama-longrope",
     "mistral-window",
     "mamba2",
-    "phi3",
-    "qwen2-window-one-kv-head",
     "qwen3-moe",
     "qwen3-next",
     "qwen3-tied-biases-window",
-    "starcoder2",
 )
 # These have a cache, positions and layers as some of the others: "make laws" tries them.
 ALIKE = (
@@ -51,6 +48,9 @@ ALIKE = (
     "qwen2-moe",
     "qwen3",
     "qwen3.5-moe",
+    "phi3",
+    "qwen2-window-one-kv-head",
+    "starcoder2",
 )
 # A window in every layer frees pages early, so nothing has to be preempted.
 ENOUGH_PAGES = ("mistral-window", "phi3", "starcoder2")

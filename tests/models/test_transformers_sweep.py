@@ -46,7 +46,7 @@ REFUSED = {
 
 
 # tests/laws/test_wrapped.py and others have these, too.
-ELSEWHERE = "smollm3", "mixtral"
+ELSEWHERE = "smollm3", "mixtral", "granitemoe"
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_an_update_in_the_middle_ends_the_load(
             loaded(server.url)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.at_length)])
 def test_an_answer_across_an_update_is_cut_off(
     folders: dict[str, Path], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,7 +151,7 @@ def test_a_model_that_fails_in_a_batch_alone_is_named() -> None:
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("positions", range(1, 8))
+@pytest.mark.parametrize("positions", [1, 2, 6])
 def test_a_model_of_few_learned_positions_keeps_the_laws(positions: int) -> None:
     """Sequences of the laws have no more tokens than the model has positions."""
     configs = model_configs(GPT2LMHeadModel, max_position_embeddings=st.just(positions))
