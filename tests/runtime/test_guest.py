@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import runpy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,18 @@ def test_sleep_keeps_a_pause(folder: Path, llm: LLM) -> None:
             await beside.sleep()
             await beside.wake_up()
             assert beside.is_paused
+            # The thread is busy, so that it resumes and sleeps later than it was asked to.
+            busy = threading.Event()
+            held = asyncio.ensure_future(beside.call(lambda llm: busy.wait()))
             await beside.resume()
+            asleep = asyncio.ensure_future(beside.sleep())
+            await asyncio.sleep(0)  # which has begun
+            busy.set()
+            await asyncio.gather(held, asleep)
+            await beside.wake_up()
+            assert not beside.is_paused
             last = [each async for each in beside.generate({"prompt_token_ids": [1, 2, 3]}, TEN)]
             assert last[-1].outputs[0].token_ids == tokens(llm)
-            assert not beside.is_paused
 
     asyncio.run(asyncio.wait_for(sleeping(), 120))
 

@@ -297,12 +297,18 @@ class AsyncLLM:
                 "a sleeping engine keeps no requests: mode should be 'abort' or 'wait', got "
                 f"{shorten(mode)}"
             )
-        was_paused = self.is_paused
+        paused: list[bool] = []  # as the thread finds it, after the calls that it has not made yet
+
+        def begin() -> Iterable[Any]:
+            paused.append(self._thread.paused)
+            return self._thread.pause(mode, result, lambda llm: llm.sleep(level))
+
+        result: Future[None] = Future()
+        self._thread.put(begin)
         try:  # the wait for running requests may be cancelled
-            await self._pause(mode, lambda llm: llm.sleep(level))
+            await asyncio.wrap_future(result)
         finally:
-            if not was_paused:
-                await self.resume()
+            self._thread.put(lambda: () if paused[0] else self._thread.resume())
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Wake up, as :meth:`~vllm_module.LLM.wake_up`."""
