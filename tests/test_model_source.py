@@ -238,3 +238,14 @@ def test_max_model_len_is_no_entry_of_the_file(tmp_path: Path) -> None:
         assert read_config(folder, config).max_model_len == expected
     with pytest.raises(UnsupportedModelError, match="max_model_len 25 exceeds the 24 positions"):
         read_config(folder, ModelConfig(model=str(folder), max_model_len=25))
+
+
+@pytest.mark.parametrize(
+    ("entries", "came"), [({}, "it is missing"), ({"architectures": []}, r"got \[\]")]
+)
+def test_a_file_without_architectures_says_what_it_has(
+    tmp_path: Path, entries: dict[str, Any], came: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(CheckpointFormatError, match=rf"architectures should be .*, {came}$"):
+        read_config(tmp_path, ModelConfig(model=""))

@@ -19,7 +19,7 @@ from torch import nn
 from vllm_module import ModelConfig
 from vllm_module.build.loader import get_model
 from vllm_module.build.model_source import ModelSource
-from vllm_module.distributed import run_ranks, tensor_parallel
+from vllm_module.distributed import expert_parallel, run_ranks, tensor_parallel
 from vllm_module.errors import (
     MisshapenWeightError,
     MissingWeightError,
@@ -505,3 +505,13 @@ def test_ranks_share_a_head_of_keys_where_there_are_fewer() -> None:
             layer = linear_of("colwise", linear, "k_proj", 4, kv_heads=2, names=())
             layer.load_weights({"weight": linear.weight.detach()})
         assert torch.equal(layer.weight.data, linear.weight.detach()[rows.start : rows.stop])
+
+
+def test_experts_of_ranks_with_tokens_of_their_own_are_refused(saved: Callable[..., Path]) -> None:
+    """As of engines that share experts: the gather of their tokens is not transformers'."""
+    with (
+        tensor_parallel(rank=0, size=1),
+        expert_parallel(rank=0, size=2),
+        pytest.raises(UnsupportedModelError, match="experts: ranks with tokens of their own"),
+    ):
+        _source(saved("mixtral")).build(torch.device("cpu"))
