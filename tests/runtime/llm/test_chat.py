@@ -253,7 +253,7 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
 
 
 def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
-    """As in transformers; but not beside text and calls, where gpt-oss's refuses ``thinking``."""
+    """As in transformers; but not beside text and calls, if the template refuses ``thinking``."""
     source = (
         "{% for m in messages %}{{ raise_exception('all') if m.content and m.thinking and "
         "m.tool_calls }}{{ m.thinking }}|{{ m.reasoning_content }};{% endfor %}"
@@ -269,6 +269,20 @@ def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
     assert template.render([{**said, "content": "", "tool_calls": calls, "reasoning": "hm"}]) == (
         "hm|hm;"
     )
+
+
+def test_thinking_stands_beside_text_and_calls(tmp_path: Path) -> None:
+    """LFM2.5's template reads this name alone, beside text and calls, too."""
+    source = (
+        "{% for m in messages %}{% if m.thinking is defined %}<think>{{ m.thinking }}</think>"
+        "{% endif %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+        "{% endfor %}"
+    )
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    messages = [{"role": "assistant", "content": "a", "reasoning": "hm", "tool_calls": calls}]
+    ([written], _) = render_jinja_template([messages], chat_template=source)
+    assert ChatTemplate(tmp_path, source).render(messages) == written == "<think>hm</think>af"
 
 
 def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ _TURN: list[dict[str, Any]] = [
 ]
 # Some templates write the turns before the last one in another way.
 TRIED = [*_TURN, {"role": "assistant", "content": "rain"}, *_TURN]
+_ALL_THREE = {"content": "I look", "thinking": "it asks"}  # with the calls
+TRIED_WITH_THINKING = [{**each, **_ALL_THREE} if "tool_calls" in each else each for each in TRIED]
 
 
 class CallForm(NamedTuple):
@@ -32,12 +34,14 @@ class CallForm(NamedTuple):
         null: whether a message that has calls and no content has null as its content.
         as_text: whether arguments are JSON text; else they are a mapping.
         ids: what ids of calls are, a key of ``_IDS``.
+        thinking: whether ``thinking`` may stand beside calls and content that is not empty.
 
     """
 
     null: bool = False
     as_text: bool = False
     ids: str = "given"
+    thinking: bool = False
 
 
 FORMS = [
