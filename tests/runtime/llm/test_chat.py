@@ -252,6 +252,20 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
             assert json.dumps(messages) == before
 
 
+def test_ids_that_end_alike_stay_apart(tmp_path: Path) -> None:
+    """Each result has the id of its call, also of nine characters."""
+    template = ChatTemplate(tmp_path, FORMS_OF_CALLS["mistral"])
+    given = ["call_0_get_weather", "call_1_get_weather"]
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": each, "type": "function", "function": function} for each in given]
+    results = [{"role": "tool", "tool_call_id": each, "content": ""} for each in given]
+    text = template.render([{"role": "assistant", "content": None, "tool_calls": calls}, *results])
+    shown = text.replace(json.dumps(function), "")
+    first, second = shown[:9], shown[9:18]
+    assert shown == f"{first}{second}" * 2
+    assert first != second
+
+
 def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
     """As in transformers; but not beside text and calls, if the template refuses ``thinking``."""
     source = (

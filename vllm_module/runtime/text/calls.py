@@ -54,6 +54,7 @@ def with_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[Ma
     """Return messages with their calls, and the ids of results, in this form."""
     found: list[Mapping[str, Any]] = []
     ids: dict[Any, str] = {}
+    taken: dict[str, str] = {}  # ids as they were given, by those that they became
     number = 0
     for message in messages:
         if isinstance(calls := message.get("tool_calls"), (list, tuple)):
@@ -64,7 +65,10 @@ def with_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[Ma
                     call = {**call, "function": _function(function, form.as_text)}
                     if isinstance(given := call.get("id"), str):
                         name = str(function.get("name"))
-                        call["id"] = ids[given] = _IDS[form.ids](given, name, number)
+                        own_id = _IDS[form.ids](given, name, number)
+                        if taken.setdefault(own_id, given) != given:  # two that end alike
+                            own_id = f"{number:09}"
+                        call["id"] = ids[given] = own_id
                 own.append(call)
                 number += 1
             message = {**message, "tool_calls": own}
