@@ -59,6 +59,14 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any], dict[str, Any]]] = 
     "not special": (
         [], ["</s>"], {"added_tokens_decoder": {"257": entry(TOOL, special=False)}}, {},
     ),
+    "not special there, and an end": (
+        [], ["</s>"],
+        {"eos_token": END, "added_tokens_decoder": {"257": entry(END, special=False)}}, {},
+    ),
+    "not special in added_tokens.json, and named": (
+        [], ["</s>"], {"extra_special_tokens": {"tool_token": TOOL}},
+        {"added_tokens.json": {START: 257, TOOL: 258}},
+    ),
     "the same": (
         [], ["</s>", TOOL],
         {"added_tokens_decoder": {"256": entry("</s>"), "257": entry(TOOL)}}, {},
@@ -101,6 +109,8 @@ def test_tokens_beside_are_added_as_by_transformers(tmp_path: Path, case: str) -
         ({"added_tokens_decoder": [1]}, {}, r"tokenizer_config.json: .* got \[1\]"),
         ({"added_tokens_decoder": {"256": {"content": 1}}}, {}, "tokenizer_config.json: an added"),
         ({"added_tokens_decoder": {"256": entry(END, rstrip=1)}}, {}, "flags that are true or"),
+        ({"extra_special_tokens": END}, {}, "extra_special_tokens of .* should be a list"),
+        ({"additional_special_tokens": 5}, {}, "additional_special_tokens of .* got 5"),
         ({}, {"added_tokens.json": {END: "256"}}, "added_tokens.json should map .* got '256'"),
         ({}, {"added_tokens.json": []}, "added_tokens.json"),
     ],

@@ -282,6 +282,10 @@ def test_an_update_in_a_file_over_http(server: Any, folder: Path, tmp_path: Path
     changed = server.ask("POST", "/v1/completions", body)[1]["choices"]
     assert server.ask("POST", "/update_weights", given, ADMIN) == (200, {"weight_version": "a"})
     assert server.ask("POST", "/v1/completions", body)[1]["choices"] == changed
+    assert server.ask("POST", "/sleep?level=2", key=ADMIN)[0] == 200  # which drops the weights
+    code, answer = server.ask("POST", "/update_weights", given, ADMIN)
+    assert (code, "or whole weights" in answer["error"]["message"]) == (400, True)
+    assert server.ask("POST", "/update_weights", {"path": str(folder)}, ADMIN)[0] == 200
     write_update(path, {"lm_head.weight": changes}, version="c", after=held)
     code, answer = server.ask("POST", "/update_weights", given, ADMIN)
     assert (code, f"changes the weights {held!r}" in answer["error"]["message"]) == (400, True)

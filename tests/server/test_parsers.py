@@ -36,7 +36,8 @@ TOOLS = [
                 },
             },
         },
-    }
+    },
+    {"type": "function", "function": {"name": "now"}},
 ]
 PARIS = ToolCall("get_weather", '{"city": "Paris", "days": 3}')
 NOW = ToolCall("now", "{}")
@@ -174,7 +175,13 @@ OTHERS: list[tuple[str, str, Parsed]] = [
     ("qwen3_coder", "<function=now></function><function=now></function>", ("", "", [NOW] * 2)),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n", ("", "", [NOW])),
     ("qwen3_coder", "<function=now> b", ("<function=now> b", "", [])),
-    ("qwen3_coder", "<function=a b></function> ", ("<function=a b></function>", "", [])),
+    # What only mentions the marks hides no call, as in Qwen's parser, which looks for both first.
+    (
+        "qwen3_coder",
+        "I write <function=name> now.\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        ("I write <function=name> now.", "", [NOW]),
+    ),
+    ("qwen3_coder", "<function=a b></function>", ("<function=a b></function>", "", [])),
     (
         "glm",
         "<tool_call>get_weather<arg_key>where</arg_key><arg_value>null</arg_value></tool_call> ok",

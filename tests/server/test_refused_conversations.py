@@ -68,6 +68,8 @@ ASKS_NOTHING: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "a", "text": {"format": None, "verbosity": None}}),
     ("/v1/messages", {**HI, "thinking": {"type": "adaptive", "budget_tokens": None}}),
     ("/v1/messages", {**HI, "context_management": {"edits": [KEEP]}}),
+    ("/v1/messages", {**HI, "context_management": {"edits": [{**KEEP, "keep": {"type": "all"}}]}}),
+    ("/v1/messages", {**HI, "cache_control": {"type": "ephemeral"}, "speed": "standard"}),
 ]
 
 
@@ -115,6 +117,7 @@ def test_no_field_of_openais_client_is_unknown() -> None:
         ),
         ("/v1/responses", {"input": "a", "n": 2}, "n is not supported here"),
         ("/v1/messages", {**HI, "n": 2}, "n is not supported here"),
+        ("/v1/messages", {**HI, "inference_geo": "us"}, "inference_geo is not supported here"),
         ("/v1/responses", {"input": "a", "text": {"verbosity": "low"}}, "verbosity should be 'med"),
         ("/v1/responses", {"input": "a", "text": {"style": "x"}}, "no argument 'style'"),
         (

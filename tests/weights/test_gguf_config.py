@@ -231,7 +231,7 @@ TABLE = [
     *rows("llama", "padding_token_id", "pad_token_id", {ABSENT: ABSENT, 0: 0}),
     *rows("llama", "eot_token_id", "eos_token_id", {ABSENT: 2, 2: 2}, {"eos_token_id": 2}),
     *[Row("llama", "eot_token_id", 0, "eos_token_id", [2, 0], {"eos_token_id": 2})],
-    *rows("llama", "eot_token_id", "eos_token_id", {0: ABSENT}),
+    *rows("llama", "eot_token_id", "eos_token_id", {0: 0}),
 ]  # fmt: skip
 
 

@@ -96,9 +96,9 @@ def _delta(text: GrowingText, length: int, kind: Kind) -> Delta:
 
 def _begun(text: str, marks: Sequence[str]) -> int:
     """Return the length of the longest end of ``text`` that begins a mark."""
-    most = max(map(len, marks), default=1) - 1
+    most, firsts = max(map(len, marks), default=1) - 1, {mark[0] for mark in marks}
     for length in range(min(most, len(text)), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
+        if text[-length] in firsts and any(mark.startswith(text[-length:]) for mark in marks):
             return length
     return 0
 

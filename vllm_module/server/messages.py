@@ -23,6 +23,7 @@ from vllm_module.server.conversation import (
 from vllm_module.server.endpoint import Answer
 from vllm_module.server.errors import ApiError
 from vllm_module.server.protocol import (
+    ANY,
     ONE_ANSWER,
     ChatBody,
     ConversationBody,
@@ -34,7 +35,10 @@ from vllm_module.server.state import State
 from vllm_module.server.tools import Formats
 
 _STOP_REASONS = {"length": "max_tokens"}  # else the end of the model's turn
-_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}  # the default of some clients
+# Edits that keep all thinking, the default of some clients.
+_KEEP_ALL = [
+    [{"type": "clear_thinking_20251015", "keep": each}] for each in ("all", {"type": "all"})
+]
 _CHANGES = {"begin": "start", "more": "delta", "end": "stop"}
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -63,10 +67,12 @@ class MessagesBody(ConversationBody):
 
     unsupported = {
         **ONE_ANSWER,
-        **refused("container"),
-        "context_management": ({"edits": []}, {"edits": [_KEEP_THINKING]}),
+        **refused("compaction", "container", "fallbacks", "inference_geo"),
+        "cache_control": ANY,  # pages of equal prefixes are kept without it, too
+        "context_management": ({}, {"edits": []}, *({"edits": edits} for edits in _KEEP_ALL)),
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
     }
     messages: Listed[dict[str, Any]] = Field(min_length=1)
     max_tokens: int = Field(ge=1)

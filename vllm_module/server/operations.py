@@ -180,7 +180,7 @@ async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
     """Update weights between two steps, with those of a file, folder, hub id or URL.
 
     A file that is sent again after it was taken, as when a client or one of several engines has
-    missed the answer, changes nothing.
+    missed the answer, changes nothing. It is refused if its weights are gone since.
     """
     engine = state.engine()
     opened = await asyncio.to_thread(open_update, body.path)  # beside the steps
@@ -188,7 +188,8 @@ async def update_weights(state: State, body: UpdateBody) -> dict[str, Any]:
     def update(llm: LLM) -> None:
         with opened:
             wanted = body.weight_version or opened.version
-            if opened.after is not None and opened.version == llm.weight_version == wanted:
+            taken = opened.after is not None and opened.version == llm.weight_version == wanted
+            if taken and not llm.executor.needs_whole:
                 return
             llm.update_weights(opened, weight_version=body.weight_version)
 

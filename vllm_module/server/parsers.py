@@ -100,13 +100,13 @@ class Parser:
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the schema of each tool's parameters; a tool without one has none."""
+    """Return the schema of each tool's parameters; that of a tool without one is empty."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool)
         schema = function.get("parameters") if isinstance(function, Mapping) else None
-        if isinstance(schema, Mapping) and isinstance(function.get("name"), str):
-            found[function["name"]] = schema
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            found[function["name"]] = schema if isinstance(schema, Mapping) else {}
     return found
 
 

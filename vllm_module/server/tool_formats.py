@@ -55,18 +55,19 @@ def _hermes(text: GrowingText, schemas: Schemas) -> Parse:
 def _qwen3_coder(text: GrowingText, schemas: Schemas) -> Parse:
     """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``.
 
-    As in Qwen's own parser, the outer marks may be missing.
+    The outer marks may be missing around a function that there is, as in Qwen's own parser.
     """
     begin, end, opens, closes = "<tool_call>", "</tool_call>", "<function=", "</function>"
-    while mark := (yield from until(text, (begin, opens), "content")):
+    known = [f"{opens}{name}>" for name in schemas]
+    while mark := (yield from until(text, (begin, *known), "content")):
         body, raw = yield from take_section(text, mark, end if mark == begin else closes)
-        function = (raw.removeprefix(begin) if body is None or mark == opens else body).strip(SPACE)
+        function = (raw.removeprefix(begin) if body is None or mark != begin else body).strip(SPACE)
         name, _, values = function.removeprefix(opens).partition(">")
         pairs = _pairs(values.removesuffix(closes), "<parameter=", ">", "</parameter>")
         wrong = not (function.startswith(opens) and function.endswith(closes))
         call = None if wrong else _of_texts(name, pairs, schemas)
         yield from _calls_or(raw, [call])
-        if mark == opens and call is not None:
+        if mark != begin and call is not None:
             yield from begins(text, end)
         yield from skip_blank(text)
 

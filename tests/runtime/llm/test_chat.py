@@ -252,8 +252,22 @@ def test_a_template_gets_calls_in_the_form_that_it_takes(tmp_path: Path, name: s
             assert json.dumps(messages) == before
 
 
+def test_ids_that_end_alike_stay_apart(tmp_path: Path) -> None:
+    """Each result has the id of its call, also of nine characters."""
+    template = ChatTemplate(tmp_path, FORMS_OF_CALLS["mistral"])
+    given = ["call_0_get_weather", "call_1_get_weather"]
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": each, "type": "function", "function": function} for each in given]
+    results = [{"role": "tool", "tool_call_id": each, "content": ""} for each in given]
+    text = template.render([{"role": "assistant", "content": None, "tool_calls": calls}, *results])
+    shown = text.replace(json.dumps(function), "")
+    first, second = shown[:9], shown[9:18]
+    assert shown == f"{first}{second}" * 2
+    assert first != second
+
+
 def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
-    """As in transformers; but not beside text and calls, where gpt-oss's refuses ``thinking``."""
+    """As in transformers; but not beside text and calls, if the template refuses ``thinking``."""
     source = (
         "{% for m in messages %}{{ raise_exception('all') if m.content and m.thinking and "
         "m.tool_calls }}{{ m.thinking }}|{{ m.reasoning_content }};{% endfor %}"
@@ -269,6 +283,20 @@ def test_reasoning_has_the_names_that_templates_read(tmp_path: Path) -> None:
     assert template.render([{**said, "content": "", "tool_calls": calls, "reasoning": "hm"}]) == (
         "hm|hm;"
     )
+
+
+def test_thinking_stands_beside_text_and_calls(tmp_path: Path) -> None:
+    """LFM2.5's template reads this name alone, beside text and calls, too."""
+    source = (
+        "{% for m in messages %}{% if m.thinking is defined %}<think>{{ m.thinking }}</think>"
+        "{% endif %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+        "{% endfor %}"
+    )
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    messages = [{"role": "assistant", "content": "a", "reasoning": "hm", "tool_calls": calls}]
+    ([written], _) = render_jinja_template([messages], chat_template=source)
+    assert ChatTemplate(tmp_path, source).render(messages) == written == "<think>hm</think>af"
 
 
 def test_a_template_for_training_is_rendered(tmp_path: Path) -> None:

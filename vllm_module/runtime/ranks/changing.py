@@ -61,6 +61,11 @@ class WeightChanges:
         """True if this process started the other ranks, on this host."""
         return isinstance(self._ranks.processes, Processes)
 
+    @property
+    def needs_whole(self) -> bool:
+        """True if only a whole checkpoint updates the weights, which were dropped or are broken."""
+        return self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
+
     def update_weights(self, weights: Pairs | SentBoxes) -> None:
         """Update the weights of every rank's model, in place.
 
@@ -69,7 +74,7 @@ class WeightChanges:
         before the error, no step runs until an update loads a whole checkpoint. If the engine
         sleeps without weights, a whole checkpoint wakes it up.
         """
-        whole = self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
+        whole = self.needs_whole
         if self._ranks.device.type == "cuda" and isinstance(weights, Iterator):
             weights = as_called(weights, own_device(torch.device("cuda")))
         if not isinstance(weights, Collection | SentBoxes):

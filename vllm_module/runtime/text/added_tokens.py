@@ -19,15 +19,23 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_SEVERAL = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of tokenizer_config.json for special tokens, each once, by their text."""
-    found: list[Any] = [settings.get(f"{kind}_token") for kind in SPECIAL]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = settings.get(name)
-        found += more.values() if isinstance(more, Mapping) else more or ()
+    """Return the entries of tokenizer_config.json for special tokens, each once, by their text.
+
+    Raises ``CheckpointFormatError`` for an entry of several that is no list or mapping.
+    """
+    found = _named(settings)
+    for name in _SEVERAL:
+        if not isinstance(more := settings.get(name) or [], (list, Mapping)):
+            raise CheckpointFormatError(
+                f"{name} of tokenizer_config.json should be a list of tokens, or tokens by name, "
+                f"got {shorten(more)}"
+            )
+        found += () if isinstance(more, Mapping) else more
     tokens: dict[str, Any] = {}
     for each in found:
         if (text := token_text(each)) is not None:
@@ -35,11 +43,21 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     return tokens
 
 
+def _named(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the entries for special tokens that have names."""
+    found = [settings.get(f"{kind}_token") for kind in SPECIAL]
+    for name in _SEVERAL:
+        if isinstance(more := settings.get(name), Mapping):
+            found += more.values()
+    return found
+
+
 def declared_tokens(folder: Path, present: Mapping[int, AddedToken]) -> list[AddedToken]:
     """Return the tokens to add to a tokenizer that has the added tokens ``present``, by id.
 
     As in transformers, they are those of ``added_tokens_decoder``, or without it of
-    added_tokens.json, and special tokens that are no added tokens yet.
+    added_tokens.json, and special tokens that are no added tokens yet. Those with a name are
+    special, whatever a file says.
 
     Raises ``CheckpointFormatError`` for an entry that describes no token.
     """
@@ -49,6 +67,9 @@ def declared_tokens(folder: Path, present: Mapping[int, AddedToken]) -> list[Add
     if "added_tokens_decoder" not in settings:
         listed |= present
     known = {repr(each) for each in present.values()}
+    named = {*map(token_text, _named(settings))}
+    for token in listed.values():
+        token.special = token.special or token.content in named
     added = [each for _, each in sorted(listed.items()) if repr(each) not in known]
     names = {each.content for each in (*present.values(), *added)}
     path = folder / "tokenizer_config.json"

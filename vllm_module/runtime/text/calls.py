@@ -23,6 +23,8 @@ _TURN: list[dict[str, Any]] = [
 ]
 # Some templates write the turns before the last one in another way.
 TRIED = [*_TURN, {"role": "assistant", "content": "rain"}, *_TURN]
+_ALL_THREE = {"content": "I look", "thinking": "it asks"}  # with the calls
+TRIED_WITH_THINKING = [{**each, **_ALL_THREE} if "tool_calls" in each else each for each in TRIED]
 
 
 class CallForm(NamedTuple):
@@ -32,12 +34,14 @@ class CallForm(NamedTuple):
         null: whether a message that has calls and no content has null as its content.
         as_text: whether arguments are JSON text; else they are a mapping.
         ids: what ids of calls are, a key of ``_IDS``.
+        thinking: whether ``thinking`` may stand beside calls and content that is not empty.
 
     """
 
     null: bool = False
     as_text: bool = False
     ids: str = "given"
+    thinking: bool = False
 
 
 FORMS = [
@@ -50,6 +54,7 @@ def with_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[Ma
     """Return messages with their calls, and the ids of results, in this form."""
     found: list[Mapping[str, Any]] = []
     ids: dict[Any, str] = {}
+    taken: dict[str, str] = {}  # ids as they were given, by those that they became
     number = 0
     for message in messages:
         if isinstance(calls := message.get("tool_calls"), (list, tuple)):
@@ -60,7 +65,10 @@ def with_calls(messages: Sequence[Mapping[str, Any]], form: CallForm) -> list[Ma
                     call = {**call, "function": _function(function, form.as_text)}
                     if isinstance(given := call.get("id"), str):
                         name = str(function.get("name"))
-                        call["id"] = ids[given] = _IDS[form.ids](given, name, number)
+                        own_id = _IDS[form.ids](given, name, number)
+                        if taken.setdefault(own_id, given) != given:  # two that end alike
+                            own_id = f"{number:09}"
+                        call["id"] = ids[given] = own_id
                 own.append(call)
                 number += 1
             message = {**message, "tool_calls": own}

@@ -9,7 +9,14 @@ from typing import Any, Literal, get_args
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
-from vllm_module.runtime.text.calls import FORMS, NAME, TRIED, CallForm, with_calls
+from vllm_module.runtime.text.calls import (
+    FORMS,
+    NAME,
+    TRIED,
+    TRIED_WITH_THINKING,
+    CallForm,
+    with_calls,
+)
 from vllm_module.runtime.text.template_process import TemplateProcess
 from vllm_module.weights import read_file, read_json
 from vllm_module.weights.hub import TEMPLATES
@@ -183,11 +190,14 @@ class ChatTemplate:
         shows no call gets what most take.
         """
         if self._call_form is None:
-            self._call_form = next(filter(self._shows_calls, FORMS), CallForm())
+            form = next(filter(self._shows_calls, FORMS), CallForm())
+            with_thinking = form._replace(thinking=True)
+            self._call_form = with_thinking if self._shows_calls(with_thinking) else form
         return self._call_form
 
     def _shows_calls(self, form: CallForm) -> bool:
-        tried = [_formatted(message, *self._takes(), form.null) for message in TRIED]
+        messages = TRIED_WITH_THINKING if form.thinking else TRIED
+        tried = [_formatted(message, *self._takes(), form) for message in messages]
         text = self._tried(with_calls(tried, form)) or ""
         return NAME in text and not (form.null and "None" in text)
 
@@ -281,7 +291,7 @@ class ChatTemplate:
             )
         has_calls = any(message.get("tool_calls") for message in listed)
         form = self._form_of_calls() if has_calls else CallForm()
-        formatted = [_formatted(message, strings, lists, form.null) for message in listed]
+        formatted = [_formatted(message, strings, lists, form) for message in listed]
         formatted = with_calls(formatted, form)
         if continue_final_message:
             formatted[-1] = _with_end(formatted[-1])
@@ -325,11 +335,11 @@ def _cut_at_end(text: str) -> str:
 
 
 def _formatted(
-    message: Mapping[str, Any], strings: bool, lists: bool, null: bool
+    message: Mapping[str, Any], strings: bool, lists: bool, form: CallForm
 ) -> Mapping[str, Any]:
     """Return a message with its content in a form that the template takes: text or a list.
 
-    With ``null``, no content beside calls is null.
+    What stands beside calls has their form.
     """
     content: Any = message.get("content")
     if content is None:
@@ -340,12 +350,12 @@ def _formatted(
         content = parts if lists else "\n".join(filter(None, texts))  # as vLLM
     elif isinstance(content, str) and not strings and lists:
         content = [{"type": "text", "text": content}]
-    if null and not content and message.get("tool_calls"):
+    if form.null and not content and message.get("tool_calls"):
         content = None
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     if reasoning is not None:  # each template reads one of the first two, as of transformers
         message = {**message, "reasoning_content": reasoning}
-        if not (content and message.get("tool_calls")):  # gpt-oss's refuses all three
+        if form.thinking or not (content and message.get("tool_calls")):  # gpt-oss's refuses them
             message = {"thinking": reasoning, **message}
     return {**message, "content": content}
 

@@ -84,8 +84,8 @@ def config_of(files: Sequence[GGUFFile]) -> Entries:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token := of.keys.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             entries[f"{name}_token_id"] = token
-    if "eos_token_id" in entries and len(ends := end_tokens(of.keys)) > 1:
-        entries["eos_token_id"] = ends
+    if ends := end_tokens(of.keys):
+        entries["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     model, own = _BY_ARCHITECTURE[of.architecture]
     entries["architectures"] = [model]
     entries |= {} if own is None else own(of, entries)

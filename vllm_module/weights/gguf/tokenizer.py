@@ -93,7 +93,8 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     number = {each: at for at, each in enumerate(tokens) if isinstance(each, str)}
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     found = [each for each in named if each is not None]
-    return list(dict.fromkeys(found + sorted(number[each] for each in _ends(number))))
+    found += sorted(number[each] for each in _ends(number))
+    return [each for at, each in enumerate(found) if each not in found[:at]]
 
 
 def _ends(tokens: Iterable[str]) -> set[str]:
@@ -135,9 +136,7 @@ def tokenizer_files(
     files = {}
     if "tokenizer.json" not in taken:
         architecture = str(metadata.get("general.architecture"))
-        name = str(metadata.get("general.name")).lower()
-        strips = "phi-3" in name or "phi3" in name  # as llama.cpp looks for it
-        tokenizer = _tokenizer(keys, tokens, special, adds, architecture, strips, where)
+        tokenizer = _tokenizer(keys, tokens, special, adds, architecture, where)
         files["tokenizer.json"] = tokenizer.encode()
     if "tokenizer_config.json" not in taken:
         entries: dict[str, Any] = {
@@ -172,10 +171,9 @@ def _tokenizer(
     special: Mapping[str, str],
     adds: Mapping[str, Any],
     architecture: str,
-    strips: bool,
     where: str,
 ) -> str:
-    """Return the contents of tokenizer.json; ``strips``: added tokens take spaces behind them."""
+    """Return the contents of tokenizer.json."""
     from tokenizers import AddedToken
 
     kind = keys["model"]
@@ -206,6 +204,8 @@ def _tokenizer(
                 number: [token for token in added if token in vocabulary]
                 for number, added in of_type.items()
             }
+        # llama.cpp looks for "phi-3", but files are called "Phi 3 Mini 4k Instruct" since mid-2024.
+        strips = architecture == "phi3" and kind == "llama"
         control, user_defined = (
             [
                 AddedToken(each, normalized=False, rstrip=strips and each not in _KEEP_SPACES)
