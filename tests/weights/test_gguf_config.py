@@ -73,6 +73,12 @@ TABLE = [
     # As many as heads; llama.cpp's loader has this default.
     *rows("llama", "attention.head_count_kv", "num_key_value_heads", {ABSENT: 4, 1: 1, 4: 4}),
     *refused("llama", "attention.head_count_kv", {0: "num_key_value_heads"}),
+    # A number for each layer, where they are equal.
+    *rows(
+        "llama", "attention.head_count_kv", "num_key_value_heads", {(2, 2): 2},
+        {"attention.head_count": 4},
+    ),
+    *refused("llama", "attention.head_count_kv", {(2, 4): "num_key_value_heads"}),
     *rows("llama", "attention.key_length", "head_dim", {ABSENT: 32, 32: 32}),
     *refused("llama", "attention.key_length", {0: "heads of one size", 31: "heads of one size"}),
     *rows("llama", "attention.value_length", "head_dim", {ABSENT: 32}),
