@@ -37,6 +37,22 @@ def test_qwen3_5moe_keeps_the_law(law) -> None:
     law(Qwen3_5MoeForCausalLM, model_configs("Qwen3_5MoeForCausalLM"))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_whole_model_says_whether_its_head_is_tied(tied: bool, tmp_path: Path) -> None:
+    """As in transformers, whatever the entries of its text model say."""
+    text = CASES["CONFIGS"]["qwen3.5"] | {"tie_word_embeddings": not tied}
+    config = AutoConfig.for_model(
+        "qwen3_5", text_config=text, vision_config=IMAGES, tie_word_embeddings=tied
+    )
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = get_model(model_config=ModelConfig(model=str(tmp_path), dtype="float32"))
+    ids = torch.arange(9)
+    with torch.no_grad():
+        logits = model.compute_logits(model(ids, ids))
+        torch.testing.assert_close(logits, theirs(input_ids=ids[None]).logits[0])
+
+
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_5", "qwen3.5"), ("qwen3_5_moe", "qwen3.5-moe")])
 def test_the_text_model_of_a_file_with_images(kind: str, name: str, tmp_path: Path) -> None:
     """Logits are transformers' of the whole model; what is for images is skipped, with a reason."""
