@@ -77,7 +77,8 @@ def stop_tokens(
 ) -> set[int]:
     """Return the tokens in ``eos_token_id`` of generation_config.json and of config.json.
 
-    A fine-tune may change only one of the two files. The tokenizer's end token is separate. The
+    A fine-tune may change only one of the two files. The tokenizer's end token is separate. A
+    config.json without the entry may have it in ``text_config``, the entries of its text model. The
     first file is in ``generation``, or else in ``folder``, and entries of ``override`` replace it;
     those of ``hf_overrides`` replace config.json's.
 
@@ -93,6 +94,8 @@ def stop_tokens(
         entries = {**(read_json(path, inside) if is_there(path) else {}), **instead}
         if entries:
             eos: Any = entries.get("eos_token_id")
+            if eos is None and isinstance(text := entries.get("text_config"), dict):
+                eos = text.get("eos_token_id")
             if eos is not None:
                 tokens = eos if isinstance(eos, list) else [eos]
                 if not all(type(token) is int for token in tokens):
