@@ -234,9 +234,34 @@ def read_entries(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
             f"{printable(folder)} has no config.json: expected a folder in Hugging Face layout "
             "with config.json beside the .safetensors files"
         )
-    entries = {**read_json(path, folder), **overrides}
+    entries = overridden(read_json(path, folder), overrides, path)
     if entries.get("quantization_config") is None:
         entries |= _quantization_beside(folder, entries)
+    return entries
+
+
+def overridden(
+    stored: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """Return the entries of the file at ``path`` with ``overrides``.
+
+    Those of ``text_config`` are replaced one by one, by the entries that ``overrides`` has in its
+    own ``text_config``, or else beside it.
+    """
+    entries = _replaced(stored, overrides, path)
+    text, within = stored.get("text_config"), overrides.get("text_config", {})
+    if isinstance(text, Mapping) and isinstance(within, Mapping):
+        rope = text.get("rope_parameters")
+        names = overrides.keys() & {*text, *(rope if isinstance(rope, Mapping) else ())}
+        outer = {name: overrides[name] for name in names - {"architectures", "model_type"}}
+        entries["text_config"] = _replaced(text, {**outer, **within}, path)
+    return entries
+
+
+def _replaced(
+    stored: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    entries = {**stored, **overrides}
     rope = entries.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
         # transformers 5 writes rope_theta and others there, where they go before those beside it.

@@ -219,6 +219,22 @@ def test_stop_tokens(
     assert stop_tokens(tmp_path) == expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"eos_token_id": 3}, {3}),
+        ({"text_config": {"eos_token_id": 3}}, {3}),
+        ({"text_config": {"rms_norm_eps": 1e-5}}, {6}),
+    ],
+)
+def test_overrides_of_the_stop_tokens_of_a_text_model(
+    tmp_path: Path, overrides: dict[str, object], expected: set[int]
+) -> None:
+    """One of them replaces that entry alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 6}}))
+    assert stop_tokens(tmp_path, hf_overrides=overrides) == expected
+
+
 @pytest.mark.parametrize("eos", ["2", [[2]], 2.5, {}, [None], True])
 def test_stop_tokens_that_are_no_tokens_are_refused(tmp_path: Path, eos: object) -> None:
     """Anything but a token or a list of tokens is refused, and the file named."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.hf_config import overridden
 from vllm_module.runtime.arguments import check_type
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights import read_json
@@ -91,7 +92,7 @@ def stop_tokens(
         (folder, "config.json", hf_overrides or {}, "hf_overrides"),
     ):
         path = inside / name
-        entries = {**(read_json(path, inside) if is_there(path) else {}), **instead}
+        entries = overridden(read_json(path, inside) if is_there(path) else {}, instead, path)
         if entries:
             eos: Any = entries.get("eos_token_id")
             if eos is None and isinstance(text := entries.get("text_config"), dict):
