@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Finite, Positive, Size
@@ -31,6 +31,11 @@ class FalconH1Config(Mamba2HybridConfig):
     ssm_out_multiplier: Finite = 1.0
     ssm_multipliers: Annotated[list[Finite], Field(min_length=5, max_length=5)] = [1.0] * 5
     mlp_multipliers: Annotated[list[Finite], Field(min_length=2, max_length=2)] = [1.0] * 2
+
+    @field_validator("ssm_multipliers", "mlp_multipliers", mode="before")
+    @classmethod
+    def _fill_multipliers(cls, value: Any, info: ValidationInfo) -> Any:
+        return cls.model_fields[str(info.field_name)].default if value is None else value
 
     @property
     def mamba_features(self) -> tuple[int, str]:

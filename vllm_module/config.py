@@ -151,7 +151,7 @@ class ModelConfig(_Closed):
             checkpoint needs none; for it, ``"fp8"``, ``"compressed-tensors"``, ``"gptq"``,
             ``"awq"`` or ``"bitsandbytes"`` only checks that it has this format.
         max_model_len: most tokens of a sequence; the limit of ``config.json`` unless given.
-        hf_overrides: entries that replace those of ``config.json``.
+        hf_overrides: entries that replace those of ``config.json``, and of its ``text_config``.
         download_dir: where a model of the hub is kept, instead of the hub's own cache, and where
             fetched ranges of the weights of a URL are kept for later loads and other processes.
             Without it, these are not kept.

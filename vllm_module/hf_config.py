@@ -74,6 +74,10 @@ _POSITIONS = (
     "max_target_positions",
 )
 
+# Where a file has these beside those of its text model, they say which class is built, and whether
+# its head is tied.
+_OF_THE_WHOLE = "architectures", "tie_word_embeddings"
+
 C = TypeVar("C", bound="HFConfig")
 
 
@@ -90,7 +94,8 @@ class HFConfig(BaseModel):
             another: ``{"hidden_size": "n_embd"}``.
         nested_config: the entry that holds the entries of the text model, such as
             ``"text_config"``. Those that are not null replace entries of the same name outside
-            it. ``attribute_map`` applies to them too.
+            it, but for ``architectures`` and ``tie_word_embeddings``. ``attribute_map`` applies to
+            them too.
         head_dim: ``hidden_size / num_attention_heads`` unless given.
         num_key_value_heads: ``num_attention_heads`` unless given.
         max_position_embeddings: the most positions without rope scaling, by any of its names.
@@ -145,9 +150,9 @@ class HFConfig(BaseModel):
             nested = entries[cls.nested_config]
             if not isinstance(nested, Mapping):
                 raise ValueError(f"{cls.nested_config} should be an object, got {shorten(nested)}")
-            # The file's own architectures say which class is built, not those of its text model.
             taken = {name: value for name, value in nested.items() if value is not None}
-            entries |= {name: value for name, value in taken.items() if name != "architectures"}
+            kept = {name: entries[name] for name in _OF_THE_WHOLE if entries.get(name) is not None}
+            entries |= taken | kept
         for name, stored in cls.attribute_map.items():
             if stored in entries:
                 value = entries[stored]
@@ -229,9 +234,34 @@ def read_entries(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
             f"{printable(folder)} has no config.json: expected a folder in Hugging Face layout "
             "with config.json beside the .safetensors files"
         )
-    entries = {**read_json(path, folder), **overrides}
+    entries = overridden(read_json(path, folder), overrides, path)
     if entries.get("quantization_config") is None:
         entries |= _quantization_beside(folder, entries)
+    return entries
+
+
+def overridden(
+    stored: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """Return the entries of the file at ``path`` with ``overrides``.
+
+    Those of ``text_config`` are replaced one by one, by the entries that ``overrides`` has in its
+    own ``text_config``, or else beside it.
+    """
+    entries = _replaced(stored, overrides, path)
+    text, within = stored.get("text_config"), overrides.get("text_config", {})
+    if isinstance(text, Mapping) and isinstance(within, Mapping):
+        rope = text.get("rope_parameters")
+        names = overrides.keys() & {*text, *(rope if isinstance(rope, Mapping) else ())}
+        outer = {name: overrides[name] for name in names - {"architectures", "model_type"}}
+        entries["text_config"] = _replaced(text, {**outer, **within}, path)
+    return entries
+
+
+def _replaced(
+    stored: Mapping[str, Any], overrides: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    entries = {**stored, **overrides}
     rope = entries.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
         # transformers 5 writes rope_theta and others there, where they go before those beside it.

@@ -609,3 +609,18 @@ def test_a_cast_leaves_a_router_that_chooses_in_float32() -> None:
     assert {each.dtype for each in router.parameters()} == {torch.float32}
     assert router.to("meta").weight.is_meta
     assert Router(6, 4).half().weight.dtype == torch.float16
+
+
+def test_a_cast_leaves_the_bias_that_router_and_experts_share() -> None:
+    """The experts are cast, and are chosen and weighted as before."""
+    block = vLLMModule()
+    block.gate = Router(HIDDEN, EXPERTS, e_score_correction_bias=True)
+    bias = block.gate.e_score_correction_bias
+    block.experts = experts(e_score_correction_bias=bias, scoring_func="sigmoid")
+    block.load_weights(random_weights(block.expected_weights(), seed=0))
+    x, logits = tokens()
+    expected = block.experts(x, logits)
+    block.half()
+    assert block.experts.e_score_correction_bias is block.gate.e_score_correction_bias
+    computed = block.experts(x.half(), logits)
+    torch.testing.assert_close(computed.float(), expected, rtol=1e-2, atol=1e-2)

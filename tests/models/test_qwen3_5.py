@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,44 @@ def test_qwen3_5_keeps_the_law(law) -> None:
 def test_qwen3_5moe_keeps_the_law(law) -> None:
     """Whatever the configuration and however many ranks share it, the law holds."""
     law(Qwen3_5MoeForCausalLM, model_configs("Qwen3_5MoeForCausalLM"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_whole_model_says_whether_its_head_is_tied(tied: bool, tmp_path: Path) -> None:
+    """As in transformers, whatever the entries of its text model say."""
+    text = CASES["CONFIGS"]["qwen3.5"] | {"tie_word_embeddings": not tied}
+    config = AutoConfig.for_model(
+        "qwen3_5", text_config=text, vision_config=IMAGES, tie_word_embeddings=tied
+    )
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = get_model(model_config=ModelConfig(model=str(tmp_path), dtype="float32"))
+    ids = torch.arange(9)
+    with torch.no_grad():
+        logits = model.compute_logits(model(ids, ids))
+        torch.testing.assert_close(logits, theirs(input_ids=ids[None]).logits[0])
+
+
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"text_config": {"rope_parameters": YARN}}, {"rope_parameters": YARN}]
+)
+def test_overrides_reach_the_entries_of_the_text_model(
+    overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    """The first is how the model cards have it; the other entries of the text model stay."""
+    text = CASES["CONFIGS"]["qwen3.5"] | {"rope_parameters": YARN}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=IMAGES)
+    theirs = AutoModelForImageTextToText.from_config(config).eval()
+    config.text_config.rope_parameters = ROPE
+    theirs.save_pretrained(tmp_path)
+    settings = ModelConfig(model=str(tmp_path), dtype="float32", hf_overrides=overrides)
+    model, ids = get_model(model_config=settings), torch.arange(20)
+    with torch.no_grad():
+        logits = model.compute_logits(model(ids, ids))
+        torch.testing.assert_close(logits, theirs(input_ids=ids[None]).logits[0])
 
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_5", "qwen3.5"), ("qwen3_5_moe", "qwen3.5-moe")])

@@ -316,6 +316,16 @@ def test_entries_of_bamba_that_change_nothing(
     assert torch.equal(load(tmp_path)(ids, ids), load(folder)(ids, ids))
 
 
+def test_multipliers_of_falcon_h1_may_be_null(folders: Any, tmp_path: Path) -> None:
+    """They are then those that transformers takes."""
+    folder, _ = folders("falcon-h1")
+    nulls = {"ssm_multipliers": None, "mlp_multipliers": None}
+    rewrite(folder, tmp_path, {}, **nulls)
+    ours, theirs = load(tmp_path).config, AutoConfig.for_model("falcon_h1", **nulls)
+    for name in nulls:
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [

@@ -87,6 +87,19 @@ def test_a_layer_of_gptqmodel_is_left_out_where_it_says_so(
     assert [getattr(method, "bits", None) for method in found] == [bits, 4]
 
 
+@pytest.mark.parametrize(("head", "bits"), [(None, None), (False, None), (True, 8)])
+def test_dynamic_says_how_a_head_is_quantized_and_not_whether(
+    head: bool | None, bits: int | None
+) -> None:
+    """GPTQModel leaves the head as it is without ``lm_head``; Qwen3.5's files have ``{}`` of it."""
+    entries: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    entries["dynamic"] = {"lm_head": {"bits": 8}, "model.language_model.embed_tokens": {}}
+    rules = rules_for(None, entries if head is None else {**entries, "lm_head": head})
+    assert rules is not None
+    assert getattr(rules.rule_of("lm_head")[1], "bits", None) == bits
+    assert getattr(rules.rule_of("model.layers.0.mlp.up_proj")[1], "bits", None) == 4
+
+
 def test_each_group_may_have_a_format_of_its_own() -> None:
     """``mixed-precision`` is no format: each group of compressed-tensors says its own."""
     eight = {"num_bits": 8, "type": "float", "strategy": "channel"}

@@ -199,17 +199,40 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         ({}, {"eos_token_id": 6}, {6}),
         (None, {"eos_token_id": 0}, {0}),
         (None, {"eos_token_id": None}, set()),
+        (None, {"text_config": {"eos_token_id": 6}}, {6}),
+        ({"eos_token_id": 5}, {"eos_token_id": None, "text_config": {"eos_token_id": [6]}}, {5, 6}),
+        (None, {"eos_token_id": 7, "text_config": {"eos_token_id": 6}}, {7}),
+        (None, {"text_config": None}, set()),
         (None, None, set()),
     ],
 )
 def test_stop_tokens(
     tmp_path: Path, generation: object, config: object, expected: set[int]
 ) -> None:
-    """What either file has is an end token: a fine-tune may change one of them only."""
+    """What either file has is an end token: a fine-tune may change one of them only.
+
+    config.json's own goes before that of its text model, as in transformers.
+    """
     for name, entries in (("generation_config.json", generation), ("config.json", config)):
         if entries is not None:
             (tmp_path / name).write_text(json.dumps(entries))
     assert stop_tokens(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"eos_token_id": 3}, {3}),
+        ({"text_config": {"eos_token_id": 3}}, {3}),
+        ({"text_config": {"rms_norm_eps": 1e-5}}, {6}),
+    ],
+)
+def test_overrides_of_the_stop_tokens_of_a_text_model(
+    tmp_path: Path, overrides: dict[str, object], expected: set[int]
+) -> None:
+    """One of them replaces that entry alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 6}}))
+    assert stop_tokens(tmp_path, hf_overrides=overrides) == expected
 
 
 @pytest.mark.parametrize("eos", ["2", [[2]], 2.5, {}, [None], True])

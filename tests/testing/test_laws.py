@@ -181,11 +181,24 @@ def test_a_weight_that_no_forward_pass_reads_is_found() -> None:
         assert_sharding_equivalent(wrong, model_configs(LlamaForCausalLM))
 
 
-class Choosing(vLLMModule):
-    """Two experts in a list, of which inputs need one, and a part that is for other inputs."""
+class Tasks(vLLMModule):
+    """A norm for each of two tasks, after one that both have."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.first = RMSNorm(4)
+        self.tasks = nn.ModuleDict({"chat": RMSNorm(4), "code": RMSNorm(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tasks["code"](self.first(x))
+
+
+class Choosing(vLLMModule):
+    """Two experts in a list, of which inputs need one, and parts that are for other inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Tasks()])
         self.experts = nn.ModuleList(RMSNorm(4) for _ in range(2))
         self.images = RMSNorm(4)
         self.register_buffer("doubled", torch.zeros(4), persistent=False)
@@ -195,13 +208,30 @@ class Choosing(vLLMModule):
         self.doubled.copy_(2 * self.before[0].weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[1](x) * self.doubled + self.before[0].bias
+        return self.experts[1](self.layers[0](x)) * self.doubled + self.before[0].bias
 
 
 @pytest.mark.usefixtures("few")
 def test_a_weight_for_other_inputs_is_no_mistake() -> None:
     """Layers that do not run, parts outside of lists, and weights that a load computes from."""
     assert assert_sharding_equivalent(Choosing, inputs=x) > 0
+
+
+class Graph(vLLMModule):
+    """A sum over neighbours, by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([RMSNorm(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.layers[0](x))
+
+
+@pytest.mark.usefixtures("few")
+def test_a_module_may_compute_from_tensors_without_strides() -> None:
+    """What is noted of an operation are the addresses of those that have some."""
+    assert assert_sharding_equivalent(Graph, inputs=x) > 0
 
 
 class Refusing(vLLMModule):

@@ -319,6 +319,11 @@ class FusedMoE(PlacedExperts):
                 "expected one expert"
             )
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move the correction bias, which the router has too, but never cast it."""
+        kept = {self.e_score_correction_bias}
+        return super()._apply(without_casts(fn, kept), recurse)  # type: ignore[no-untyped-call]
+
     def forward(
         self,
         hidden: torch.Tensor,

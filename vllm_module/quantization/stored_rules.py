@@ -332,14 +332,13 @@ class GPTQConfig(_Settings):
             return PackedMethod(layout, settings.bits, settings.size, settings.sym, ordered)
 
         common = {name: getattr(self, name) for name in _Settings.model_fields}
-        rules: list[Rule] = []
+        # Without lm_head, dynamic does not quantize it either: it only says with which settings.
+        rules: list[Rule] = [] if self.lm_head else [("lm_head", None)]
         for pattern, changes in (self.dynamic or {}).items():
             kept = not pattern.startswith("-:") and changes is not False
             target = "re:" + pattern.removeprefix("-:").removeprefix("+:")
             more = changes if isinstance(changes, dict) else {}
             rules.append((target, method(_Settings(**common | more)) if kept else None))
-        if not self.lm_head:
-            rules.append(("lm_head", None))
         groups = self.modules_in_block_to_quantize
         if groups is None:
             return Rules((*rules, (EVERY_LAYER, method(self))))

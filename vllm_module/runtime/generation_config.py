@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.hf_config import overridden
 from vllm_module.runtime.arguments import check_type
 from vllm_module.runtime.sampling_params import SamplingParams
 from vllm_module.weights import read_json
@@ -77,7 +78,8 @@ def stop_tokens(
 ) -> set[int]:
     """Return the tokens in ``eos_token_id`` of generation_config.json and of config.json.
 
-    A fine-tune may change only one of the two files. The tokenizer's end token is separate. The
+    A fine-tune may change only one of the two files. The tokenizer's end token is separate. A
+    config.json without the entry may have it in ``text_config``, the entries of its text model. The
     first file is in ``generation``, or else in ``folder``, and entries of ``override`` replace it;
     those of ``hf_overrides`` replace config.json's.
 
@@ -90,9 +92,11 @@ def stop_tokens(
         (folder, "config.json", hf_overrides or {}, "hf_overrides"),
     ):
         path = inside / name
-        entries = {**(read_json(path, inside) if is_there(path) else {}), **instead}
+        entries = overridden(read_json(path, inside) if is_there(path) else {}, instead, path)
         if entries:
             eos: Any = entries.get("eos_token_id")
+            if eos is None and isinstance(text := entries.get("text_config"), dict):
+                eos = text.get("eos_token_id")
             if eos is not None:
                 tokens = eos if isinstance(eos, list) else [eos]
                 if not all(type(token) is int for token in tokens):

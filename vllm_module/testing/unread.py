@@ -39,10 +39,11 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives 
 def unread(module: nn.Module, reads: Reads) -> list[str]:
     """Return the parameters that were not read, of layers of which another one was.
 
-    A layer is what a list of modules has: one that does not run at all may be for other inputs, and
-    so may modules outside of lists.
+    A layer is what a list or dict of modules has: one that does not run at all may be for other
+    inputs, and so may modules outside of lists.
     """
-    lists = {path for path, each in module.named_modules() if isinstance(each, nn.ModuleList)}
+    kinds = nn.ModuleList | nn.ModuleDict
+    lists = {path for path, each in module.named_modules() if isinstance(each, kinds)}
     layers = defaultdict[str, dict[str, bool]](dict)
     for path, parameter in module.named_parameters():
         inner = [at for at in _above(path) if at.rpartition(".")[0] in lists]
@@ -60,7 +61,9 @@ def _above(path: str) -> Iterator[str]:
 
 
 def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_meta
+    """Tell whether ``value`` is a tensor at addresses: none is of a sparse or nested one."""
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return strided and value.numel() > 0 and not value.is_meta
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
