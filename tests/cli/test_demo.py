@@ -10,9 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import ModelSource
 from vllm_module.cli.demo import checks, steps
 from vllm_module.cli.demo.checkpoint import PARAGRAPH
-from vllm_module.cli.output import CommandError
+from vllm_module.cli.demo.damage import refuse_damaged
+from vllm_module.cli.demo.transcript import Transcript
+from vllm_module.cli.output import CommandError, console
 from vllm_module.distributed import run_ranks
 from vllm_module.weights import open_checkpoint
 
@@ -101,3 +104,16 @@ def test_other_logits_are_found() -> None:
         far = checks.SizeResult(2, [0, 0], torch.tensor([1.0, wrong]))
         with pytest.raises(CommandError, match="size 2 differ from those at size 1"):
             far.logits_difference(one)
+
+
+def test_any_tensor_of_a_model_without_attention_is_renamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no name ends as that of queries, the step with damage takes another."""
+    config = AutoConfig.for_model(
+        "mamba2", vocab_size=70, hidden_size=8, num_hidden_layers=1, num_heads=4, head_dim=4,
+        state_size=4, n_groups=1, eos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    refuse_damaged(Transcript(console()), ModelSource.find(ModelConfig(model=str(tmp_path))))
+    assert re.search(r"renamed to backbone\.\S+_old\.\w+:", capsys.readouterr().out)
