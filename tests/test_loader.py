@@ -136,7 +136,10 @@ def test_a_folder_without_config_says_what_is_expected(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_context_length_follows_the_scaling(entries: dict[str, Any], expected: int) -> None:
     """Scalings that extend the context multiply it; llama3's limit is already extended."""
-    assert HFConfig(**CONFIG | entries).context_length == expected
+    config = HFConfig(**CONFIG | entries)
+    assert config.context_length == expected
+    dynamic = "'dynamic'" in str(entries)  # longer sequences are by request only
+    assert config.max_model_len == (config.max_position_embeddings if dynamic else expected)
 
 
 def test_a_longer_context_than_the_model_has_is_refused(tmp_path: Path) -> None:

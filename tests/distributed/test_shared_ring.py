@@ -102,3 +102,17 @@ def test_a_slow_source_is_no_hang(
     else:
         assert caplog.messages.count("reading together: waiting for rank 1 of 2") == 1
         assert "[1]" in found, "rank 0 has named the rank that is behind"
+
+
+def test_an_error_of_reading_for_others_is_raised() -> None:
+    """Of a rank that takes nothing itself, at the end, when the others wait for its part."""
+
+    def read(batch: int, buffer: torch.Tensor) -> None:
+        raise OSError("the disk is gone")
+
+    shape, parts = RingShape(2, 2, 64), [[(0, 0), (0, 64)]]
+    shared = mmap.mmap(-1, shape.nbytes)
+    among: Any = {"hosts": [[0, 1]], "failure": lambda *_: ""}
+    ring = SharedRing(shared, shape, rank=1, parts=parts, timeout=MARGIN, **among)
+    with pytest.raises(OSError, match="the disk is gone"), ring.reading(read):
+        pass
