@@ -27,7 +27,7 @@ from vllm_module.build.registry import (
 )
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.hf_config import HFConfig
+from vllm_module.hf_config import HFConfig, read_entries
 from vllm_module.layers import FusedMoE
 from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM, MistralForCausalLM
 from vllm_module.testing import model_configs
@@ -270,3 +270,13 @@ def test_configurations_are_drawn_of_a_models_own_class(config: HFConfig) -> Non
     assert isinstance(config, Outside.config_class)
     assert config.architectures == ["Outside"]
     assert Outside(config).expected_weights()
+
+
+def test_an_override_beside_rotations_of_layer_types(tmp_path: Path) -> None:
+    """It is refused where it would be one of theirs, and taken where it is not."""
+    ropes = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e3}}
+    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": ropes}))
+    with pytest.raises(CheckpointFormatError, match=r"hf_overrides has rope_theta, which .* layer"):
+        read_entries(tmp_path, {"rope_theta": 5.0, "eos_token_id": 1})
+    taken = read_entries(tmp_path, {"eos_token_id": 1})
+    assert taken == {"rope_parameters": ropes, "eos_token_id": 1}

@@ -63,6 +63,14 @@ def test_random_weights_load() -> None:
     assert torch.equal(random_weights(expected)["gate.bias"], one["gate.bias"])
 
 
+def test_random_weights_are_the_seeds() -> None:
+    """Those of every dtype, whatever was drawn before."""
+    kinds = torch.float32, torch.uint8, torch.int64, torch.bool
+    expected = {str(kind): torch.empty(9, 9, dtype=kind, device="meta") for kind in kinds}
+    first, second = random_weights(expected, seed=5), random_weights(expected, seed=5)
+    assert all(torch.equal(first[name], second[name]) for name in expected)
+
+
 def test_states_differ_in_shape_and_dtype_as_well() -> None:
     """The same bytes are another tensor in another shape or dtype; NaN is the same as itself."""
     values = torch.tensor([[1.0, torch.nan], [-0.0, 2.0]], dtype=torch.float16)
