@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from vllm_module.hf_config import NumExperts, Size
+from pydantic import Field
+
+from vllm_module.hf_config import Count, NumExperts, Size
 from vllm_module.models.qwen3_next import (
     Qwen3NextConfig,
     Qwen3NextDecoderLayer,
@@ -20,6 +22,10 @@ class Qwen3_5Config(Qwen3NextConfig):
 
 
 class Qwen3_5MoeConfig(Qwen3_5Config):
+    # Transformers has experts in every layer, and weights that add up to one, whatever a file says.
+    norm_topk_prob: Literal[True] = True
+    decoder_sparse_step: Literal[1] = 1
+    mlp_only_layers: Annotated[list[Count], Field(max_length=0)] | None = None
     num_experts: NumExperts | Literal[0] = 256
     num_experts_per_tok: Size = 8
     intermediate_size: Size = 1  # of no layer: files lack it
@@ -34,7 +40,7 @@ class Qwen3_5Model(Qwen3NextModel):
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    config_class = Qwen3_5Config
+    config_class: type[Qwen3NextConfig] = Qwen3_5Config
     model_class = Qwen3_5Model
     weight_aliases = {"model.language_model": "model"}  # in files of text and images
     skipped_weights = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import read_config
+from vllm_module.errors import CheckpointFormatError
 from vllm_module.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from vllm_module.testing import LAWS, model_configs
 
@@ -93,3 +96,19 @@ def test_the_text_model_of_a_file_with_images(kind: str, name: str, tmp_path: Pa
     assert model.load_report is not None
     skipped = {name.split(".")[1] for name in model.load_report.skipped}
     assert skipped == {"visual"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("norm_topk_prob", False), ("decoder_sparse_step", 2), ("mlp_only_layers", [0])],
+)
+def test_what_transformers_ignores_is_refused(tmp_path: Path, entry: str, value: Any) -> None:
+    """Qwen3-Next has these entries; with experts, Qwen3.5 computes as if they were not there."""
+    entries = AutoConfig.for_model(**CASES["CONFIGS"]["qwen3.5-moe"]).to_dict()
+    entries |= {"architectures": ["Qwen3_5MoeForCausalLM"], entry: value}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(CheckpointFormatError, match=entry):
+        read_config(tmp_path, ModelConfig(model=""))
+    del entries[entry]
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert read_config(tmp_path, ModelConfig(model="")).num_experts == 6

@@ -70,6 +70,7 @@ _QWEN_HYBRID: Mapping[str, st.SearchStrategy[Any]] = {
 _QWEN_HYBRID_EXPERTS: Mapping[str, st.SearchStrategy[Any]] = {
     **_QWEN_HYBRID,
     **_EXPERTS,
+    "norm_topk_prob": st.just(True),
     "moe_intermediate_size": st.just(24),
 }
 _SHORT_CONV: Mapping[str, st.SearchStrategy[Any]] = {
