@@ -234,7 +234,9 @@ def read_entries(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
             f"{printable(folder)} has no config.json: expected a folder in Hugging Face layout "
             "with config.json beside the .safetensors files"
         )
-    entries = overridden(read_json(path, folder), overrides, path)
+    entries = read_json(path, folder)
+    if overrides:
+        entries = overridden(entries, overrides, path)
     if entries.get("quantization_config") is None:
         entries |= _quantization_beside(folder, entries)
     return entries
