@@ -360,8 +360,7 @@ def test_clients_take_turns_where_they_are_too_many(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connections that others keep, such as those of other ranks, do not keep a rank out."""
-    # The real limit is 64 connections.
-    monkeypatch.setattr(replica, "_CLIENTS", 2)
+    monkeypatch.setattr(replica, "_CLIENTS", 2)  # not 64 connections, so that few are too many
 
     def ask(connection: http.client.HTTPConnection) -> bool:
         """Return whether the server keeps the connection."""

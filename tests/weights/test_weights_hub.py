@@ -161,7 +161,7 @@ def test_a_signature_in_an_error_of_the_hub_is_not_shown(monkeypatch) -> None:
     def fail(*_: object, **__: object) -> str:
         raise RuntimeError("403 at https://u:pw@cdn.example/f?X-Amz-Signature=SIG&token=abc")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)  # no test asks the hub itself
     with pytest.raises(CheckpointFormatError, match=r"failed \(403 at .*cdn.example") as refused:
         resolve("owner/name", None)
     assert not any(secret in str(refused.value) for secret in ("SIG", "abc", "u:pw"))
@@ -176,7 +176,7 @@ def test_a_token_that_no_header_can_have_is_not_shown(monkeypatch) -> None:
         headers = [("Host", "hub"), ("Authorization", f"Bearer {token}")]
         raise AssertionError(h11.Request(method="GET", target="/", headers=headers))
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)  # no test asks the hub itself
     with pytest.raises(CheckpointFormatError, match="Illegal header value") as refused:
         resolve("owner/name", None, token="hf_SIG\n")
     assert "SIG" not in str(refused.value)
@@ -206,7 +206,7 @@ def test_an_error_of_the_hub_says_what_to_do(kind, message: str, monkeypatch) ->
     def fail(*_: object, **__: object) -> str:
         raise hub_error(kind)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)  # no test asks the hub itself
     with pytest.raises(CheckpointFormatError, match=message):
         resolve("owner/name", "v1")
 
@@ -216,7 +216,7 @@ def test_a_full_disk_is_called_one(code: int, monkeypatch) -> None:
     def fail(*_: object, **__: object) -> str:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)  # no test asks the hub itself
     with pytest.raises(CheckpointFormatError, match=f"{os.strerror(code)}.*; free space") as full:
         resolve("owner/name", None)
     assert "'owner/name'" in str(full.value)

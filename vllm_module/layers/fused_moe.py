@@ -84,6 +84,7 @@ class Router(vLLMModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move the parameters, but never cast them where experts are chosen in float32."""
         kept = set() if self.e_score_correction_bias is None else {*self._parameters.values()}
+        # PyTorch gives _apply no types.
         return super()._apply(without_casts(fn, kept), recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -322,6 +323,7 @@ class FusedMoE(PlacedExperts):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move the correction bias, which the router has too, but never cast it."""
         kept = {self.e_score_correction_bias}
+        # PyTorch gives _apply no types.
         return super()._apply(without_casts(fn, kept), recurse)  # type: ignore[no-untyped-call]
 
     def forward(

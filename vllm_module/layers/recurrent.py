@@ -121,6 +121,7 @@ class DecayingLayer(RecurrentLayer):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move the layer's own tensors, but never cast them; those of its children are cast."""
         own = {*self._parameters.values(), *self._buffers.values()}
+        # PyTorch gives _apply no types.
         return super()._apply(without_casts(fn, own), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

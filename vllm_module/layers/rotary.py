@@ -142,6 +142,7 @@ class RotaryEmbedding(vLLMModule):
         Rounded ones turn far positions wrongly.
         """
         kept = {self.inv_freq}
+        # PyTorch gives _apply no types.
         return super()._apply(without_casts(fn, kept), recurse)  # type: ignore[no-untyped-call]
 
     @classmethod

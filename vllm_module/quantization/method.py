@@ -271,6 +271,7 @@ class QuantizableLayer(vLLMModule):
         names = self.parameter_names if self.is_quantized else ()
         quantized: set[torch.Tensor | None] = {self._parameters[name] for name in names}
         quantized |= {self._buffers.get(name) for name in self.buffer_names}
+        # PyTorch gives _apply no types.
         return super()._apply(without_casts(fn, quantized), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(

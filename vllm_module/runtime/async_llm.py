@@ -236,15 +236,11 @@ class AsyncLLM:
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode should be 'abort', 'wait' or 'keep', got {shorten(mode)}")
-        await self._pause(mode, lambda llm: None)
+        result: Future[None] = Future()
+        self._thread.put(lambda: self._thread.pause(mode, result, lambda llm: None))
+        await asyncio.wrap_future(result)
         if clear_cache:
             await self.reset_prefix_cache()
-
-    async def _pause(self, mode: PauseMode, then: Callable[[LLM], None]) -> None:
-        """Pause, and call ``then`` in the engine's thread while no request is there."""
-        result: Future[None] = Future()
-        self._thread.put(lambda: self._thread.pause(mode, result, then))
-        await asyncio.wrap_future(result)
 
     async def resume(self) -> None:
         """Compute steps again, with the requests that have waited."""

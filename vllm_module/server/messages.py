@@ -157,7 +157,7 @@ def _chat_body(body: MessagesBody, variables: Mapping[str, Any] | None = None) -
 
 
 def _messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield the messages that one of Anthropic's stands for: results of tools are their own.
+    """Yield the messages that one of this API stands for: results of tools are their own.
 
     Templates decide which reasoning they write: most do that of the turn that goes on.
     """
