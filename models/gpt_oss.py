@@ -83,6 +83,7 @@ class GptOssMLP(vLLMModule):
             block=math.gcd(32, config.intermediate_size),  # of MXFP4
             transposed=not apart,
             interleaved=not apart,
+            packed=not apart,  # Hugging Face's tensor of all experts is in another order
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ FusedMoE(num_experts, top_k, hidden_size, intermediate_size, params_dtype=None, 
     use_grouped_topk=False, num_expert_group=None, topk_group=None, scoring_func='softmax',
     e_score_correction_bias=None, routed_scaling_factor=1.0, activation='silu', bias=False,
     apply_router_weight_on_input=False, *, shard_names=('gate_proj', 'up_proj', 'down_proj'),
-    block=None, transposed=False, interleaved=False)
+    block=None, transposed=False, interleaved=False, packed=True)
 GatedDeltaNet(hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, conv_kernel=4,
     eps=1e-06, separate=False)
 GatedRMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=None)

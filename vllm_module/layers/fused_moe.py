@@ -101,7 +101,8 @@ class ExpertsLinear(QuantizableLayer):
         experts: all of them, and which ones this rank keeps.
         output, input: the dimensions of an expert's weight.
         group: the ranks that each expert is cut over.
-        packed: what a checkpoint calls the weight of all experts, one level higher.
+        packed: what a checkpoint calls the weight of all experts, one level higher; ``None`` if
+            it never stores them as one tensor.
         bias: whether there is one for each expert.
         params_dtype: of weight and bias.
         transposed: a checkpoint stores the weights as ``[input, output]``.
@@ -120,7 +121,7 @@ class ExpertsLinear(QuantizableLayer):
         input: Dim,
         group: TensorParallelGroup,
         *,
-        packed: str,
+        packed: str | None,
         bias: bool,
         params_dtype: torch.dtype,
         transposed: bool,
@@ -142,10 +143,11 @@ class ExpertsLinear(QuantizableLayer):
 
     def _name_packed(self) -> None:
         """Declare the names of all parameters where a checkpoint stores all experts as one."""
-        self.stored_beside = {
-            name: f"{self.packed}_{name}".replace("_weight", "", 1)
-            for name in (*self._parameters, *self.weight_aliases)
-        }
+        if self.packed is not None:
+            self.stored_beside = {
+                name: f"{self.packed}_{name}".replace("_weight", "", 1)
+                for name in (*self._parameters, *self.weight_aliases)
+            }
 
     def forward(
         self,
@@ -205,6 +207,7 @@ class FusedMoE(PlacedExperts):
             scale; the parts of the last ranks are padded with zeros.
         transposed: packed weights are stored as ``[experts, input, output]``.
         interleaved: packed gate and up alternate, feature by feature.
+        packed: whether a checkpoint may store all experts as one tensor.
 
     Attributes:
         w13, w2: the layers of gate and up, and of down, with the weights of all experts. A
@@ -245,6 +248,7 @@ class FusedMoE(PlacedExperts):
         block: int | None = None,
         transposed: bool = False,
         interleaved: bool = False,
+        packed: bool = True,
     ) -> None:
         together = shard_names is None
         super().__init__(num_experts, together)
@@ -277,7 +281,7 @@ class FusedMoE(PlacedExperts):
             Dim(gate_up, alternate),
             Dim.whole(hidden_size),
             group,
-            packed="gate_up_proj",
+            packed="gate_up_proj" if packed else None,
             bias=bias,
             params_dtype=dtype,
             transposed=transposed,
@@ -288,7 +292,7 @@ class FusedMoE(PlacedExperts):
             Dim((Slot(down, hidden_size),)),
             Dim.cut(intermediate_size, size, padded=padded),
             group,
-            packed="down_proj",
+            packed="down_proj" if packed else None,
             bias=bias,
             params_dtype=dtype,
             transposed=transposed,
