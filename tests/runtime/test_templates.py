@@ -12,6 +12,7 @@ import pytest
 
 from vllm_module.errors import CheckpointFormatError
 from vllm_module.runtime.text import template_process
+from vllm_module.runtime.text.calls import TRIED
 from vllm_module.runtime.text.chat import ChatTemplate
 from vllm_module.runtime.text.template_process import TemplateProcess
 
@@ -84,6 +85,26 @@ def test_an_endless_template_ends(monkeypatch: pytest.MonkeyPatch) -> None:
                 formatted(process, template)
             assert time.monotonic() - begin < 60
         assert formatted(process, "{{ messages[0].content }}") == "hi"
+    finally:
+        process.close()
+
+
+def test_a_template_at_its_limit_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of twelve forms of calls would take as long as the limit, and others wait meanwhile."""
+    asked, render = [], TemplateProcess.render
+
+    def counted(process: TemplateProcess, *given: Any) -> str:
+        asked.append(given)
+        return render(process, *given)
+
+    # Counts the requests; the answers stay what they are.
+    monkeypatch.setattr(TemplateProcess, "render", counted)
+    process = TemplateProcess()
+    try:
+        template = ChatTemplate(Path("folder"), "{{ 'x' * (10 ** 10) }}", process)
+        with pytest.raises(ValueError, match="the chat template needs more than 512 MiB"):
+            template.render(TRIED)
+        assert len(asked) == 2  # the conversation itself is the second
     finally:
         process.close()
 

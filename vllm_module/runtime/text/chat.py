@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from vllm_module.base.messages import printable, shorten
 from vllm_module.errors import CheckpointFormatError
+from vllm_module.runtime.limited_process import LimitError
 from vllm_module.runtime.text.calls import (
     FORMS,
     NAME,
@@ -139,6 +140,7 @@ class ChatTemplate:
         self._tools_template: ChatTemplate | None = None  # once it was used
         self._shown: tuple[bool, bool] | None = None  # known after the first try
         self._call_form: CallForm | None = None
+        self._reached_limit = False  # in a try: each further one could take as long
         self._unread: set[str] = set()  # variables that were logged as unread
         try:
             self._variables = self._process.names(self.source)
@@ -175,12 +177,18 @@ class ChatTemplate:
         return False
 
     def _tried(self, messages: Messages) -> str | None:
-        """Return what the template writes of messages; ``None`` if it fails on them."""
+        """Return what the template writes of messages; ``None`` if it fails on them.
+
+        Nothing more is tried of a template that reached a limit.
+        """
+        if self._reached_limit:
+            return None
         names = [name for name in self._variables if name.endswith("_token")]
         given: dict[str, Any] = {"tools": None, "documents": None} | dict.fromkeys(names, "")
         try:
             return self._process.render(self.source, {**given, "messages": messages})
-        except ValueError:
+        except ValueError as error:
+            self._reached_limit = isinstance(error.__cause__, LimitError)
             return None
 
     def _form_of_calls(self) -> CallForm:

@@ -31,7 +31,8 @@ class TemplateProcess(LimitedProcess):
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """Return the text of ``template``.
 
-        Raises ``ValueError`` if the template refuses the variables, fails, or reaches a limit.
+        Raises ``ValueError`` if the template refuses the variables, fails, or reaches a limit,
+        whose ``LimitError`` is the cause then.
         """
         text: str = self._answer(template, variables)["text"]
         return text
@@ -48,7 +49,7 @@ class TemplateProcess(LimitedProcess):
         try:
             return _checked(self.ask(request))
         except LimitError as error:
-            raise ValueError(f"the chat template {error}") from None
+            raise ValueError(f"the chat template {error}") from error
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
