@@ -37,20 +37,9 @@ class GraniteMoeHybridConfig(Mamba2HybridConfig, GraniteConfig):
 
 
 class GraniteMoeHybridAttention(GraniteAttention):
-    sole_readers = {"hidden_states": "qkv_proj"}
-
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__(config, rotary_emb, layer_idx)
         self.rotates = config.position_embedding_type == "rope"
-
-    def forward(
-        self, positions: Positions, hidden_states: torch.Tensor, metadata: AttentionMetadata | None
-    ) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split(self.qkv_proj.heads, dim=-2)
-        if self.rotates:
-            q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn(q, k, v, metadata))
 
 
 class GraniteMoeHybridMLP(vLLMModule):

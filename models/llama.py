@@ -38,6 +38,7 @@ class LlamaAttention(vLLMModule):
         "rotary_emb": "attn",
     }  # fmt: skip
     qkv_names: Sequence[str] | None = ("q_proj", "k_proj", "v_proj")  # None: stored as one tensor
+    rotates = True
 
     @staticmethod
     def qkv_bias(config: Any) -> bool:
@@ -77,7 +78,8 @@ class LlamaAttention(vLLMModule):
         q, k, v = qkv.split(self.qkv_proj.heads, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary_emb(positions, q, k)
+        if self.rotates:
+            q, k = self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q, k, v, metadata, self.sinks))
 
 

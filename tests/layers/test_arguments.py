@@ -120,7 +120,7 @@ CASES = {
             "block": 6,
         }
         | {"transposed": (True, {"shard_names": None})}
-        | {"interleaved": (True, {"shard_names": None})},
+        | {"interleaved": (True, {"shard_names": None}), "packed": False},
         routed,
     ),
     "GatedDeltaNet": Case(
@@ -222,7 +222,8 @@ def behaviour(build: Callable[..., Any], arguments: dict[str, Any], inputs: Any)
         outputs = output if isinstance(output, tuple) else (output,)
         tensors = *layer.named_parameters(), *layer.named_buffers()
         held = [(name, each.shape, each.tolist()) for name, each in tensors]
-        return sorted(wanted), held, [(each.dtype, each.tolist()) for each in outputs]
+        names = [each.stored_beside for each in layer.modules() if isinstance(each, vLLMModule)]
+        return sorted(wanted), names, held, [(each.dtype, each.tolist()) for each in outputs]
 
     return run_ranks(2, rank_fn)
 

@@ -44,8 +44,10 @@ def experts(**changes: Any) -> FusedMoE:
 
 
 def stored(**changes: Any) -> Tensors:
-    """Return a checkpoint of experts, each stored apart."""
-    return random_weights(experts(**changes).expected_weights(), seed=0)
+    """Return a checkpoint of experts, each stored apart, whatever their layout."""
+    packing = {"transposed", "interleaved"} | {key for key in changes if changes[key] is None}
+    apart = {key: value for key, value in changes.items() if key not in packing}
+    return random_weights(experts(**apart).expected_weights(), seed=0)
 
 
 def packed(weights: Tensors, *, transposed: bool = False, interleaved: bool = False) -> Tensors:
@@ -53,10 +55,9 @@ def packed(weights: Tensors, *, transposed: bool = False, interleaved: bool = Fa
     count = 1 + max(int(name.partition(".")[0]) for name in weights)
     kinds = sorted({name.rpartition(".")[2] for name in weights})
     result = {}
-    for name, slots in {
-        "gate_up_proj": ("gate_proj", "up_proj"),
-        "down_proj": ("down_proj",),
-    }.items():
+    gated = any("gate_proj" in name for name in weights)
+    up = {"gate_up_proj": ("gate_proj", "up_proj")} if gated else {"up_proj": ("up_proj",)}
+    for name, slots in {**up, "down_proj": ("down_proj",)}.items():
         for kind in kinds:
             each = [torch.stack([weights[f"{e}.{s}.{kind}"] for e in range(count)]) for s in slots]
             whole = torch.stack(each, 2).flatten(1, 2) if interleaved else torch.cat(each, 1)
@@ -93,7 +94,11 @@ def loop(
     for token, row, its_logits in zip(out, x, logits, strict=True):
         for expert, weight in choose(its_logits):
             given = row * weight if on_input else row
-            y = F.silu(project(f"{expert}.gate_proj", given)) * project(f"{expert}.up_proj", given)
+            y = project(f"{expert}.up_proj", given)
+            if f"{expert}.gate_proj.weight" in weights:
+                y = y * F.silu(project(f"{expert}.gate_proj", given))
+            else:
+                y = y.clamp(min=0) ** 2
             token += project(f"{expert}.down_proj", y) * (1 if on_input else weight)
     return out
 
@@ -112,9 +117,12 @@ class Block(vLLMModule):
         return self.experts(x, self.gate(x))
 
 
+NO_GATE = {"shard_names": ("up_proj", "down_proj"), "activation": "relu2"}
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors]]] = {
     "per expert": ({}, lambda weights: weights),
     "packed": ({}, packed),
+    "per expert, no gate": (NO_GATE, lambda weights: weights),
+    "packed, no gate": (NO_GATE, packed),
     "packed only, transposed": (
         {"shard_names": None, "transposed": True},
         lambda weights: packed(weights, transposed=True),
@@ -140,7 +148,7 @@ def test_the_sum_of_what_a_tokens_experts_compute(layout: str, ranks: str) -> No
     """However experts are stored and shared, each rank returns what a loop over them does."""
     (arguments, store), (size, parallel) = LAYOUTS[layout], RANKS[ranks]
     for bias in (False, True):
-        weights, (x, logits) = stored(bias=bias), tokens()
+        weights, (x, logits) = stored(bias=bias, **arguments), tokens()
         checkpoint = store(weights)
 
         def rank_fn(
@@ -174,7 +182,10 @@ PLACED: dict[str, tuple[int, list[int]]] = {
 def test_experts_compute_the_same_wherever_they_are(layout: str, placement: str) -> None:
     """In any order and with copies, also if the ranks have tokens of their own."""
     (arguments, store), (size, placed) = LAYOUTS[layout], PLACED[placement]
-    weights, inputs = stored(bias=True), [tokens(count) for count in (7, 1, 5, 0)[:size]]
+    weights, inputs = (
+        stored(bias=True, **arguments),
+        [tokens(count) for count in (7, 1, 5, 0)[:size]],
+    )
 
     def rank_fn(rank: int, own_tokens: bool) -> torch.Tensor:
         more = {"redundant": len(placed) - EXPERTS}
@@ -474,14 +485,15 @@ def test_experts_that_cannot_be_chosen_are_refused(arguments: Any, message: str)
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"shard_names": ("gate_up_proj", "down_proj")},
+        {"shard_names": ("up_proj",)},
+        {"shard_names": ("gate_proj", "up_proj", "down_proj", "bias")},
         {"interleaved": True},
         {"interleaved": True, "shard_names": ("w1", "w3", "w2")},
     ],
 )
 def test_names_of_other_layouts_are_refused(arguments: Any) -> None:
-    """Gate, up and down are three names; interleaved, they have none."""
-    with pytest.raises(ValueError, match="shard_names must name gate, up and down, got") as refused:
+    """Gate, up and down are three names, without a gate two; interleaved, they have none."""
+    with pytest.raises(ValueError, match="shard_names must name gate, up and down, or") as refused:
         experts(**arguments)
     assert not isinstance(refused.value, WeightLoadError)  # no checkpoint is wrong
 

@@ -162,6 +162,23 @@ FALCON_H1 = {
     "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.5,
 }
+NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+    # transformers bounds steps by it from below, the authors' code by time_step_limit, from 0.
+    "time_step_min": 1e-30,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+    "layer_norm_epsilon": 1e-3,
+}
 GRANITE4 = {
     "layer_types": ["linear_attention", "full_attention"],
     "mamba_n_heads": 8,
@@ -350,6 +367,18 @@ CONFIGS = {
         mamba_proj_bias=True,
         projectors_bias=True,
         tie_word_embeddings=True,
+    ),
+    "nemotron-h": config_of("nemotron_h", **NEMOTRON_H),
+    "nemotron-h-latent-groups-biases": config_of(
+        "nemotron_h",
+        **NEMOTRON_H | {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]},
+        moe_latent_size=32,
+        n_group=3,
+        topk_group=2,
+        norm_topk_prob=False,
+        use_bias=True,
+        mlp_bias=True,
+        use_conv_bias=False,
     ),
     "granite-4": config_of("granitemoehybrid", **GRANITE4, num_local_experts=5),
     "granite-4-dense-rope-tied": config_of(

@@ -34,6 +34,8 @@ SHARDED = (
     "granite",
     "granite-tied-biases-one-kv-head",
     "granite-4",
+    "nemotron-h",
+    "nemotron-h-latent-groups-biases",
     "granite-4-dense-rope-tied",
     "lfm2",
     "lfm2-moe",

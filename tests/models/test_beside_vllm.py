@@ -77,7 +77,7 @@ NAMES = {
     r"(.*\.experts)\.(w13|w2)\.(\w+)": r"\1.routed_experts.\2_\3",
     r"(deepseek.*)\.qkv_a_proj\.": r"\1.fused_qkv_a_proj.",
     r"(falcon-h1 .*)\.mamba\.": r"\1.mamba.mamba.",
-    r"((?:mamba2|granite-4|falcon-h1)\S* .*)\.A_log": r"\1.A",
+    r"((?:mamba2|granite-4|falcon-h1|nemotron-h)\S* .*)\.A_log": r"\1.A",
     r"(granite-4\S* .*)\.router\.": r"\1.gate.",
     r"(lfm2\S* .*)\.conv\.(conv|in_proj|out_proj)\.": r"\1.short_conv.\2.",
     r"(lfm2\S* .*)\.o_proj\.": r"\1.out_proj.",
@@ -166,10 +166,10 @@ VIEWS = {
     r"(olmo2|olmoe)\S* .*\.[qk]_norm\.weight": cut,
     r"gpt2\S* .*\.wpe\.weight": cut,
     r"deepseek\S* .*\.mlp\.gate\.weight": rounded,  # ours routes in float32, as transformers does
-    r"(mamba2|granite-4|falcon-h1)\S* .*\.(mixer|mamba)\.(D|dt_bias)": rounded,
+    r"(mamba2|granite-4|falcon-h1|nemotron-h)\S* .*\.(mixer|mamba)\.(D|dt_bias)": rounded,
     r"qwen3.next\S* .*\.dt_bias": rounded,
     r"\S*-classifier (classifier|pooler)\.": rounded,  # vLLM's heads are float32
-    r"(mamba2|granite-4|falcon-h1)\S* .*\.A_log": exponents,
+    r"(mamba2|granite-4|falcon-h1|nemotron-h)\S* .*\.A_log": exponents,
     r"gpt-oss\S* .*\.w13\.": interleaved,
     r"gpt-oss\S* .*\.weight_blocks": in_blocks,
     r"gpt-oss-mxfp4 .*\.w13\.bias": padded,

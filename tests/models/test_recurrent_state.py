@@ -72,6 +72,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 8,
         "ssm_multipliers": [0.5, 1.0, 1.25, 0.75, 1.5],
     },
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        **SMALL,
+        **HEADS,
+        "layers_block_type": ["linear_attention", "full_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+        "time_step_min": 1e-30,  # which transformers reads in place of time_step_limit
+    },
     "granite-4": {
         "model_type": "granitemoehybrid",
         **SMALL,
@@ -316,6 +328,23 @@ def test_entries_of_bamba_that_change_nothing(
     assert torch.equal(load(tmp_path)(ids, ids), load(folder)(ids, ids))
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"layers_block_type": None, "hybrid_override_pattern": "M*", "num_hidden_layers": 2},
+        {"layers_block_type": ["mamba", "attention"]},
+    ],
+)
+def test_entries_of_nemotron_h_that_change_nothing(
+    folders: Any, tmp_path: Path, entries: dict[str, Any]
+) -> None:
+    """Published files have a letter for each layer, and older names for its kind."""
+    folder, _ = folders("nemotron-h")
+    rewrite(folder, tmp_path, {}, **entries)
+    ids = torch.arange(9)
+    assert torch.equal(load(tmp_path)(ids, ids), load(folder)(ids, ids))
+
+
 def test_multipliers_of_falcon_h1_may_be_null(folders: Any, tmp_path: Path) -> None:
     """They are then those that transformers takes."""
     folder, _ = folders("falcon-h1")
@@ -347,6 +376,22 @@ def test_multipliers_of_falcon_h1_may_be_null(folders: Any, tmp_path: Path) -> N
             {"mamba_n_heads": 7},
             r"mamba_n_heads 7 \* mamba_d_head 16 .* hidden_size 64",
         ),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["mamba", "rwkv"]},
+            "layers_block_type has 'rwkv': expected",
+        ),
+        ("nemotron-h", {"layers_block_type": None}, "layers_block_type should be a list"),
+        ("nemotron-h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and 2 are listed"),
+        (
+            "nemotron-h",
+            {"mlp_hidden_act": "relu", "layers_block_type": ["mamba", "mlp"]},
+            "hidden_act 'relu' has no layer here",
+        ),
+        ("nemotron-h", {"residual_in_fp32": True}, "residual_in_fp32 should be"),
+        ("nemotron-h", {"n_shared_experts": 2}, "n_shared_experts should be"),
+        ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act should be"),
+        ("nemotron-h", {"attention_head_dim": 8}, "attention_head_dim and head_dim .* differ"),
         ("granite-4", {"hidden_act": "gelu"}, "hidden_act should be 'silu' or 'swish', got"),
         ("granite-4", {"layer_types": ["mamba", "moe"]}, r"layer_types\[1\] is 'moe'"),
         (

@@ -43,6 +43,7 @@ ALIKE = (
     "lfm2-moe",
     "mistral",
     "mixtral",
+    "nemotron-h",
     "olmo2",
     "olmoe",
     "qwen2-moe",

@@ -125,6 +125,10 @@ CASES = {
     "granite-4-dense-rope-tied": Case(
         CONFIGS["granite-4-dense-rope-tied"], (1, 2), entries=GRANITE4_TYPES
     ),
+    # On a CPU vLLM has no experts without gates.
+    "nemotron-h": Case(
+        CONFIGS["nemotron-h"] | {"layers_block_type": ["mamba", "mlp", "attention"]}, (1, 2)
+    ),
     "cohere2": Case(CONFIGS["cohere2"] | TIED),
     "deepseek-v3": Case(
         CONFIGS["deepseek-v3"], (1, 2, 4), (2, 4), entries={"topk_method": "noaux_tc"}

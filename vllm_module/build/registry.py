@@ -67,6 +67,7 @@ _OURS = {
     "Mamba2ForCausalLM": "vllm_module.models.mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": "vllm_module.models.llama:MistralForCausalLM",
     "MixtralForCausalLM": "vllm_module.models.mixtral:MixtralForCausalLM",
+    "NemotronHForCausalLM": "vllm_module.models.nemotron_h:NemotronHForCausalLM",
     "Olmo2ForCausalLM": "vllm_module.models.olmo2:Olmo2ForCausalLM",
     "OlmoeForCausalLM": "vllm_module.models.olmoe:OlmoeForCausalLM",
     "Phi3ForCausalLM": "vllm_module.models.phi3:Phi3ForCausalLM",

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import UnsupportedModelError
@@ -73,18 +74,27 @@ class SwigluOAIAndMul(vLLMModule):
         return swiglu_oai_and_mul(x, self.alpha, self.limit)
 
 
+class ReLUSquared(nn.Module):
+    """``relu(x) ** 2`` (arXiv:2109.08668), of MLPs without a gate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x).square()
+
+
 def get_act_and_mul(name: str) -> SiluAndMul | GeluAndMul:
     """Return the gated activation for ``hidden_act`` of a configuration.
 
     Raises ``UnsupportedModelError`` for an activation that has no gated layer.
     """
     activation = get_act(name)
+    if isinstance(activation, ReLUSquared):
+        raise UnsupportedModelError(f"hidden_act {name!r} has no layer here for an MLP with a gate")
     if isinstance(activation, nn.SiLU):
         return SiluAndMul()
     return GeluAndMul("tanh" if activation.approximate == "tanh" else "none")
 
 
-def get_act(name: str) -> nn.SiLU | nn.GELU:
+def get_act(name: str) -> nn.SiLU | nn.GELU | ReLUSquared:
     """Return the activation for ``hidden_act`` of a configuration, for an MLP without a gate.
 
     Raises ``UnsupportedModelError`` for an activation that has no layer.
@@ -95,7 +105,9 @@ def get_act(name: str) -> nn.SiLU | nn.GELU:
         return nn.GELU()
     if name in ("gelu_pytorch_tanh", "gelu_new"):
         return nn.GELU(approximate="tanh")
+    if name == "relu2":
+        return ReLUSquared()
     raise UnsupportedModelError(
-        f"hidden_act {name!r} has no layer here: expected silu, swish, gelu, gelu_pytorch_tanh or "
-        "gelu_new"
+        f"hidden_act {name!r} has no layer here: expected silu, swish, gelu, "
+        "gelu_pytorch_tanh, gelu_new or relu2"
     )

@@ -25,7 +25,7 @@ from vllm_module.errors import UnsupportedModelError
 from vllm_module.kernels.experts.combine_experts import combine_experts
 from vllm_module.kernels.experts.topk_routing import topk_routing
 from vllm_module.kernels.matmul.linear import linear
-from vllm_module.layers.activation import get_act_and_mul
+from vllm_module.layers.activation import get_act, get_act_and_mul
 from vllm_module.layers.lora import LayerAdapters
 from vllm_module.layers.placed_experts import PlacedExperts
 from vllm_module.parameters import (
@@ -197,12 +197,13 @@ class FusedMoE(PlacedExperts):
         e_score_correction_bias: the parameter of the router, float32 ``[experts]`` or, as ERNIE 4.5
             stores it, ``[1, experts]``, that experts are chosen by; the two modules share it.
         routed_scaling_factor: by which weights are multiplied.
-        activation: the name of a gated activation, or a module that computes it.
+        activation: the name of a gated activation, or a module that computes it; of one without a
+            gate if the experts have none.
         bias: whether the experts have biases.
         apply_router_weight_on_input: multiply what an expert is given by its weight, not what it
             returns; for one expert a token.
-        shard_names: what a checkpoint calls gate, up and down of an expert; None if it stores all
-            experts as one tensor only.
+        shard_names: what a checkpoint calls gate, up and down of an expert, or up and down if the
+            experts have no gate; None if it stores all experts as one tensor only.
         block: features of the intermediate size that are never cut, such as those that share a
             scale; the parts of the last ranks are padded with zeros.
         transposed: packed weights are stored as ``[experts, input, output]``.
@@ -213,7 +214,8 @@ class FusedMoE(PlacedExperts):
         w13, w2: the layers of gate and up, and of down, with the weights of all experts. A
             checkpoint stores a weight for each expert (``3.up_proj.weight``), or all as one:
             ``gate_up_proj`` ``[experts, 2 * intermediate, hidden]`` and ``down_proj``
-            ``[experts, hidden, intermediate]``, without ``.weight``. For other packed names, an
+            ``[experts, hidden, intermediate]``, without ``.weight``; without gates ``up_proj`` in
+            place of ``gate_up_proj``. For other packed names, an
             alias of the module above leads to the layer: ``{"input_linear": "experts.w13"}``.
         routed: int16 ``[most tokens, top_k]`` to write the experts of each token into, if set.
 
@@ -261,12 +263,14 @@ class FusedMoE(PlacedExperts):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self._check_choice()
         group = self.cut_group
-        if shard_names is not None and (interleaved or len(shard_names) != 3):
+        if shard_names is not None and (interleaved or len(shard_names) not in (2, 3)):
             raise ValueError(
-                f"shard_names must name gate, up and down, got {shard_names!r}; None is for "
-                "experts that are stored as one tensor only, whose gate and up may be interleaved"
+                f"shard_names must name gate, up and down, or up and down of experts without a "
+                f"gate, got {shard_names!r}; None is for experts that are stored as one tensor "
+                "only, whose gate and up may be interleaved"
             )
-        gate, up, down = shard_names or ("gate", "up", "")
+        *inner, down = shard_names or ("gate", "up", "")
+        gated = len(inner) == 2
         alternate = 1 if together else None
         if interleaved:
             alternate = intermediate_size
@@ -274,19 +278,21 @@ class FusedMoE(PlacedExperts):
         padded = intermediate_size
         if block is not None:
             padded = -(-intermediate_size // (block * size)) * block * size
-        gate_up = tuple(Slot(name, intermediate_size, size, padded) for name in (gate, up))
+        gate_up = tuple(Slot(name, intermediate_size, size, padded) for name in inner)
         dtype = params_dtype or torch.get_default_dtype()
         self.w13 = ExpertsLinear(
             self.experts,
             Dim(gate_up, alternate),
             Dim.whole(hidden_size),
             group,
-            packed="gate_up_proj" if packed else None,
+            packed=("gate_up_proj" if gated else "up_proj") if packed else None,
             bias=bias,
             params_dtype=dtype,
             transposed=transposed,
         )
-        self.act_fn = get_act_and_mul(activation) if isinstance(activation, str) else activation
+        if isinstance(activation, str):
+            activation = get_act_and_mul(activation) if gated else get_act(activation)
+        self.act_fn = activation
         self.w2 = ExpertsLinear(
             self.experts,
             Dim((Slot(down, hidden_size),)),
