@@ -257,15 +257,19 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             first = next(pieces, b"")  # before the answer begins
         except RuntimeError as error:  # the engine sleeps, or was closed
-            _log.warning("weights are not served: %s", describe_error(error))
-            self._answer(409)
+            why = describe_error(error)
+            _log.warning("weights are not served: %s", why)
+            self._answer(409, why=why.partition("\n")[0])
             return
         self._answer(status, end - begin, **about)
         for data in chain((first,), pieces):
             self.wfile.write(data)
 
-    def _answer(self, status: int, nbytes: int = 0, **headers: str) -> None:
-        self.send_response(status)
+    def _answer(
+        self, status: int, nbytes: int = 0, *, why: str | None = None, **headers: str
+    ) -> None:
+        """Answer with a status; clients show ``why``, or else what the protocol calls it."""
+        self.send_response(status, why and why.encode("ascii", "replace").decode())
         self.send_header("Content-Length", str(nbytes))
         if time.monotonic() - self.server.turned_away < _IDLE:  # then clients take turns
             self.send_header("Connection", "close")
