@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ class Qwen2MoeAttention(Qwen2Attention):
 
 
 class SparseMoeBlock(vLLMModule):
+    layout: Mapping[str, Any] = MappingProxyType({})  # how the experts are stored, for FusedMoE
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate = Router(config.hidden_size, config.num_experts)
@@ -51,6 +55,7 @@ class SparseMoeBlock(vLLMModule):
             config.moe_intermediate_size,
             renormalize=config.norm_topk_prob,
             activation=config.hidden_act,
+            **self.layout,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,13 @@ _OURS = {
     "Phi3ForCausalLM": "vllm_module.models.phi3:Phi3ForCausalLM",
     "QWenLMHeadModel": "vllm_module.models.qwen:QWenLMHeadModel",
     "Qwen2ForCausalLM": "vllm_module.models.qwen2:Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": (
+        "vllm_module.models.qwen_vl:Qwen2VLForConditionalGeneration"
+    ),
     "Qwen2MoeForCausalLM": "vllm_module.models.qwen2_moe:Qwen2MoeForCausalLM",
+    "Qwen2VLForConditionalGeneration": (
+        "vllm_module.models.qwen_vl:Qwen2VLForConditionalGeneration"
+    ),
     "Qwen3_5ForCausalLM": "vllm_module.models.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "vllm_module.models.qwen3_5:Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM": "vllm_module.models.qwen3_5:Qwen3_5MoeForCausalLM",
@@ -81,6 +87,12 @@ _OURS = {
     "Qwen3ForCausalLM": "vllm_module.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "vllm_module.models.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": "vllm_module.models.qwen3_next:Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration": (
+        "vllm_module.models.qwen_vl:Qwen3VLForConditionalGeneration"
+    ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "vllm_module.models.qwen_vl:Qwen3VLMoeForConditionalGeneration"
+    ),
     "RobertaForMaskedLM": "vllm_module.models.roberta:RobertaModel",
     "RobertaForSequenceClassification": (
         "vllm_module.models.classifiers:RobertaForSequenceClassification"
