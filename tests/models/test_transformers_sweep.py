@@ -145,8 +145,13 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
         ({"sliding_window": -3}, "a window of -3 tokens"),
         ({"num_key_value_heads": 3}, "4 query heads that share 3 key-value heads unevenly"),
         (
-            {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"},
-            "no causal language model for Qwen2VL",
+            {"architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v"},
+            "no causal language model for Glm4v",
+        ),
+        (
+            # Its configuration has no tie_word_embeddings.
+            {"architectures": ["NemotronH_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni"},
+            "keeps recurrent state",
         ),
         (
             {

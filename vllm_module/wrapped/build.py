@@ -37,8 +37,8 @@ def build(config: Any, architecture: str, code_class: Any = None) -> Any:
     if code_class is not None:
         return _ready(_built(code_class, config), code_class)
     text, cls = class_for(config, architecture)
-    if text is not config:  # tied weights are declared by the whole model
-        text.tie_word_embeddings = config.tie_word_embeddings
+    if text is not config:  # tied weights are declared by the whole model, or else there are none
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     return _ready(_built(cls, text), cls)
 
 
