@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from vllm_module.hf_config import Positive, Size
+from vllm_module.hf_config import HFConfig, Positive, Size
 from vllm_module.layers import RotaryEmbedding
 from vllm_module.models.gemma2 import (
     Gemma2Attention,
@@ -41,5 +41,30 @@ class Gemma3Model(Gemma2Model):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    config_class = Gemma3Config
+    config_class: type[HFConfig] = Gemma3Config
     model_class = Gemma3Model
+
+
+class Gemma3OfImagesConfig(Gemma3Config):
+    nested_config: ClassVar[str | None] = "text_config"
+
+    # Published files leave out what transformers' class has by default.
+    vocab_size: Size = 262208
+    num_attention_heads: Size = 8
+    num_key_value_heads: Size = 4
+    final_logit_softcapping: None = None  # transformers computes without it
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    config_class = Gemma3OfImagesConfig
+    weight_aliases = {
+        "model.language_model": "model", "language_model.model": "model",
+        "language_model.lm_head": "lm_head",
+    }  # fmt: skip
+    skipped_weights = dict.fromkeys(
+        (
+            "model.vision_tower", "vision_tower",
+            "model.multi_modal_projector", "multi_modal_projector",
+        ),
+        "the layers for images are not built",
+    )  # fmt: skip

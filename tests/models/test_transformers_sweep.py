@@ -155,8 +155,8 @@ def _changed(folder: Path, tmp_path: Path, **entries: Any) -> Path:
         ),
         (
             {
-                "architectures": ["Gemma3ForConditionalGeneration"],
-                "model_type": "gemma3",
+                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "llava",
                 "transformers_version": "99.1",
                 "eos_token_id": 1,
                 "text_config": {"twice": 2},

@@ -51,6 +51,7 @@ _OURS = {
     "FalconH1ForCausalLM": "vllm_module.models.falcon_h1:FalconH1ForCausalLM",
     "Gemma2ForCausalLM": "vllm_module.models.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "vllm_module.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": ("vllm_module.models.gemma3:Gemma3ForConditionalGeneration"),
     "Glm4ForCausalLM": "vllm_module.models.glm4:Glm4ForCausalLM",
     "GlmForCausalLM": "vllm_module.models.glm4:GlmForCausalLM",
     "DeepseekV2ForCausalLM": "vllm_module.models.deepseek_v2:DeepseekV2ForCausalLM",

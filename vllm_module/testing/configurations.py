@@ -133,6 +133,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "attn_logit_softcapping": st.none() | st.just(5.0),
     },
     "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": {**_GEMMA, "final_logit_softcapping": st.none()},
     "BambaForCausalLM": {
         **_MAMBA2,
         "head_dim": st.sampled_from([4, 8]),
