@@ -22,7 +22,13 @@ from compressed_tensors.compressors import (
 from compressed_tensors.quantization import QuantizationConfig as Schema
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CompressedTensorsConfig,
+)
 
 from vllm_module import ModelConfig, QuantizationConfig, get_model
 from vllm_module.export.compressed import _undone, convert
@@ -319,6 +325,33 @@ def test_what_the_model_skips_is_copied(tmp_path: Path, scheme: Any) -> None:
     assert not report["missing_keys"]
     assert torch.equal(theirs.pooler.dense.weight, original.pooler.dense.weight)
     assert torch.equal(theirs.pooler.dense.bias, original.pooler.dense.bias)
+
+
+def test_layers_for_images_are_copied(tmp_path: Path) -> None:
+    """The whole model of transformers finds all its weights, by its own names of the modules."""
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    images = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    images |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=images)
+    original = AutoModelForImageTextToText.from_config(config)
+    original.save_pretrained(tmp_path / "base")
+    assert any(name.startswith("vision_tower.") for name in stored(tmp_path / "base"))
+    settings = ModelConfig(model=str(tmp_path / "base"), quantization="fp8_per_channel")
+    convert(settings, tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs, report = AutoModelForImageTextToText.from_pretrained(
+            tmp_path / "out",
+            dtype=torch.float32,
+            quantization_config=CompressedTensorsConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    assert not report["missing_keys"]
+    before, after = original.state_dict(), theirs.state_dict()
+    kept = [name for name in before if "language_model.layers" not in name]
+    assert len(kept) > 20
+    assert all(torch.equal(after[name], before[name]) for name in kept)
 
 
 def test_layers_that_predict_further_tokens_are_copied(

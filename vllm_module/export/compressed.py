@@ -40,6 +40,13 @@ from vllm_module.weights import Weight
 from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
 _WEIGHT = ".weight"
+# Where files of text and images have names of transformers 4, the path of the module in version 5.
+_MOVED = {
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+    "visual.": "model.visual.",
+}
 
 
 class Converted(NamedTuple):
@@ -96,7 +103,7 @@ def convert(
                 f"no layer of {type(model).__name__} is quantized by these settings"
             )
         skipped = [CopiedTensor(name, checkpoint[name]) for name in skipped_names(plan, checkpoint)]
-        ignored = _ignored(model, plan) | _layers(skipped)
+        ignored = _with_modules(_ignored(model, plan) | _layers(skipped))
         units += skipped
         with new_folder(Path(os.path.expanduser(out))) as folder:
             copy_small_files(source.folder, folder)
@@ -288,6 +295,17 @@ def _layers(copied: Iterable[CopiedTensor]) -> set[str]:
         each for each in copied if each.name.endswith(_WEIGHT) and len(each.weight.shape) > 1
     )
     return {each.name.removesuffix(_WEIGHT) for each in weights}
+
+
+def _with_modules(names: set[str]) -> set[str]:
+    """Return the names, and those of transformers 5's modules where a file has older ones."""
+    moved = {
+        new + name.removeprefix(old)
+        for name in names
+        for old, new in _MOVED.items()
+        if name.startswith(old)
+    }
+    return names | moved
 
 
 def _demand_layouts(model: vLLMModule) -> None:
