@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm_module.hf_config import HFConfig, Positive, Size
 from vllm_module.layers import RotaryEmbedding
@@ -14,6 +14,7 @@ from vllm_module.models.gemma2 import (
     Gemma2Model,
     Gemma2RMSNorm,
 )
+from vllm_module.models.language_model_only import LanguageModelOnly, LanguageModelOnlyConfig
 
 
 class Gemma3Config(Gemma2Config):
@@ -45,9 +46,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     model_class = Gemma3Model
 
 
-class Gemma3OfImagesConfig(Gemma3Config):
-    nested_config: ClassVar[str | None] = "text_config"
-
+class Gemma3LanguageModelOnlyConfig(Gemma3Config, LanguageModelOnlyConfig):
     # Published files leave out what transformers' class has by default.
     vocab_size: Size = 262208
     num_attention_heads: Size = 8
@@ -55,16 +54,5 @@ class Gemma3OfImagesConfig(Gemma3Config):
     final_logit_softcapping: None = None  # transformers computes without it
 
 
-class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    config_class = Gemma3OfImagesConfig
-    weight_aliases = {
-        "model.language_model": "model", "language_model.model": "model",
-        "language_model.lm_head": "lm_head",
-    }  # fmt: skip
-    skipped_weights = dict.fromkeys(
-        (
-            "model.vision_tower", "vision_tower",
-            "model.multi_modal_projector", "multi_modal_projector",
-        ),
-        "the layers for images are not built",
-    )  # fmt: skip
+class Gemma3ForConditionalGeneration(LanguageModelOnly, Gemma3ForCausalLM):
+    config_class = Gemma3LanguageModelOnlyConfig

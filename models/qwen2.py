@@ -43,5 +43,5 @@ class Qwen2Model(LlamaModel):
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    config_class = Qwen2Config
+    config_class: type[LlamaConfig] = Qwen2Config
     model_class = Qwen2Model

@@ -72,5 +72,5 @@ class Qwen3Model(DecoderModel):
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    config_class = Qwen3Config
+    config_class: type[Qwen2Config] = Qwen3Config
     model_class = Qwen3Model

@@ -38,5 +38,5 @@ class Qwen3MoeModel(DecoderModel):
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    config_class = Qwen3MoeConfig
+    config_class: type[Qwen2Config] = Qwen3MoeConfig
     model_class = Qwen3MoeModel

@@ -6,11 +6,10 @@ such a file is refused by its shapes.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from pydantic import model_validator
-
-from vllm_module.hf_config import HFConfig, Positive
+from vllm_module.hf_config import Count, NumExperts, Positive, Size
+from vllm_module.models.language_model_only import LanguageModelOnly, LanguageModelOnlyConfig
 from vllm_module.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from vllm_module.models.qwen2_moe import SparseMoeBlock
 from vllm_module.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -21,57 +20,36 @@ from vllm_module.models.qwen3_moe import (
     Qwen3MoeModel,
 )
 
-_ALIASES = {"model.language_model": "model"}
-_SKIPPED = dict.fromkeys(("visual", "model.visual"), "the layers for images are not built")
 
-
-class TextOfImagesConfig(HFConfig):
-    nested_config: ClassVar[str | None] = "text_config"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rotate_text(cls, entries: Any) -> Any:
-        """Take ``mrope`` as ``default``: the three positions of a token of text are one number."""
-        outer = dict(entries) if isinstance(entries, dict) else {}
-        if isinstance(nested := outer.get("text_config"), dict):
-            outer["text_config"] = _with_one_position(nested)
-        return _with_one_position(outer) if outer else entries
-
-
-def _with_one_position(entries: dict[str, Any]) -> dict[str, Any]:
-    rope = entries.get("rope_scaling")
-    if isinstance(rope, dict) and "mrope" in (rope.get("rope_type"), rope.get("type")):
-        kept = {name: value for name, value in rope.items() if name != "type"}
-        return {**entries, "rope_scaling": {**kept, "rope_type": "default"}}
-    return entries
-
-
-class Qwen2VLConfig(TextOfImagesConfig, Qwen2Config):
+class Qwen2VLConfig(Qwen2Config, LanguageModelOnlyConfig):
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 1000000.0
+    num_key_value_heads: Size = 8
+    max_window_layers: Count = 80
 
 
-class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+class Qwen2VLForConditionalGeneration(LanguageModelOnly, Qwen2ForCausalLM):
     config_class = Qwen2VLConfig
-    weight_aliases = _ALIASES
-    skipped_weights = _SKIPPED
 
 
-class Qwen3VLConfig(TextOfImagesConfig, Qwen3Config):
+class Qwen3VLConfig(Qwen3Config, LanguageModelOnlyConfig):
     rope_theta: Positive = 500000.0
+    max_position_embeddings: Size = 128000
     use_sliding_window: Literal[False] = False
 
 
-class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
+class Qwen3VLForConditionalGeneration(LanguageModelOnly, Qwen3ForCausalLM):
     config_class = Qwen3VLConfig
-    weight_aliases = _ALIASES
-    skipped_weights = _SKIPPED
 
 
-class Qwen3VLMoeConfig(TextOfImagesConfig, Qwen3MoeConfig):
+class Qwen3VLMoeConfig(Qwen3MoeConfig, LanguageModelOnlyConfig):
     # Transformers makes weights add up to one, whatever a file says.
     norm_topk_prob: Literal[True] = True
+    num_experts: NumExperts = 60
+    num_experts_per_tok: Size = 4
+    moe_intermediate_size: Size = 1408
     rope_theta: Positive = 500000.0
+    max_position_embeddings: Size = 128000
     use_sliding_window: Literal[False] = False
 
 
@@ -87,8 +65,6 @@ class Qwen3VLMoeModel(Qwen3MoeModel):
     layer_class = Qwen3VLMoeDecoderLayer
 
 
-class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
+class Qwen3VLMoeForConditionalGeneration(LanguageModelOnly, Qwen3MoeForCausalLM):
     config_class = Qwen3VLMoeConfig
     model_class = Qwen3VLMoeModel
-    weight_aliases = _ALIASES
-    skipped_weights = _SKIPPED

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vllm_module import ModelConfig, get_model
+from vllm_module.build.model_source import read_config
 from vllm_module.distributed import run_ranks
 from vllm_module.models.qwen_vl import (
     Qwen2VLForConditionalGeneration,
@@ -32,6 +33,12 @@ IMAGES = {
 # As in published files; for text alone the three positions of a token are the same number.
 MROPE = {"type": "mrope", "mrope_section": [4, 2, 2]}
 INTERLEAVED = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+ARCHITECTURES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2_vl": TEXT | {"rope_scaling": MROPE, "rope_theta": 100.0},
     "qwen2_5_vl": TEXT | {"rope_scaling": MROPE, "use_sliding_window": True, "sliding_window": 8}
@@ -112,3 +119,25 @@ def test_the_text_model_of_a_file_with_images(kind: str, tied: bool, tmp_path: P
     for size in (1, 2):
         for logits in run_ranks(size, rank_fn):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_that_a_file_leaves_out(kind: str, tmp_path: Path) -> None:
+    """They are those of transformers' class of this model, and not of Qwen2's or Qwen3's."""
+    given = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    theirs = AutoConfig.for_model(kind)
+    text = theirs.text_config.to_dict()
+    entries = {name: text[name] for name in (*given, "intermediate_size")}
+    kinds = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(kinds | {"text_config": entries}))
+    ours = read_config(tmp_path, ModelConfig(model=""))
+    compared = {
+        "num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "hidden_act", "head_dim",
+        "attention_bias", "use_sliding_window", "max_window_layers", "num_experts",
+        "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+    }  # fmt: skip
+    names = compared & text.keys() & type(ours).model_fields.keys()
+    assert len(names) > 4
+    for name in sorted(names):
+        assert getattr(ours, name) == text[name], name
+    assert ours.rope_theta == text["rope_parameters"]["rope_theta"]

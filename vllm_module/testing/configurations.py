@@ -213,6 +213,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "num_dense_layers": st.integers(0, 2),
         "use_expert_bias": st.booleans(),
     },
+    "Lfm2VlForConditionalGeneration": _SHORT_CONV,
     "LlamaForCausalLM": {
         "attention_bias": st.booleans(),
         "mlp_bias": st.booleans(),
