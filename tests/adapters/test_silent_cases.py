@@ -85,6 +85,23 @@ def test_parameters_of_experts(tmp_path: Path, inter: int) -> None:
         assert load_adapter(base, tmp_path / "adapter").config.peft_version == version
 
 
+def test_experts_that_peft_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The shared expert alone has modules of these names in transformers 5; the log says so."""
+    torch.manual_seed(0)
+    entries = SUPPORT["FAMILIES"]["qwen3_next"][0] | {"head_dim": 16}
+    config = AutoConfig.for_model("qwen3_5_moe_text", **SUPPORT["_SIZES"] | entries)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model.save_pretrained(tmp_path / "base")
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = adapt(model, tmp_path / "adapter", target_modules=names)
+    with torch.no_grad():
+        logits = adapted(IDS[None]).logits[0]
+    base = load_base(tmp_path / "base")
+    adapter = load_adapter(base, tmp_path / "adapter")
+    torch.testing.assert_close(adapted_logits(base, adapter, IDS), logits, rtol=0, atol=1e-5)
+    assert "experts that the adapter has no A and B for" in caplog.text
+
+
 ORDERS = [("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("down", "x_down")]
 # What is in no order, as a set, has the right one by chance, but not for all of these.
 ORDERS += [(f"a{i}", f"b{i}", f"c{i}") for i in range(8)]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from vllm_module import LLM, SamplingParams
+from vllm_module import LLM, AsyncLLM, SamplingParams
 from vllm_module.base.process_groups import gather_objects
 from vllm_module.cooperative import receive_boxes, send_boxes
 from vllm_module.distributed import together
@@ -104,6 +104,8 @@ def engines_of_two_ranks(directory: Path, rank: int) -> Any:
     refused = weights | {"model.norm.weight": torch.ones(7)} if rank % 2 else weights
     said = raised_by(lambda: reference.update_weights(refused))
     found["refused"] = tokens(reference)
+    # Ranks would be asked one by one, or get requests in different steps.
+    alone = [raised_by(reference.serve_weights), raised_by(lambda: AsyncLLM(reference))]
     dist.destroy_process_group()
     found["alone"] = tokens(reference)
     reference.close()
@@ -112,7 +114,7 @@ def engines_of_two_ranks(directory: Path, rank: int) -> Any:
     place = policy.executor.rank, policy.executor.size
     return {
         "untouched": untouched, "place": place, "sums": sums, "tokens": found, "drawn": drawn,
-        "differences": list(same), "said": said,
+        "differences": list(same), "said": said, "alone": alone,
     }  # fmt: skip
 
 

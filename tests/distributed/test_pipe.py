@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -60,6 +62,22 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def two(size: int = 2) -> list[StagePipe]:
     return [StagePipe((rank, size), torch.device("cpu")) for rank in (0, 1)]  # type: ignore
+
+
+def test_the_thread_that_receives_ends_with_its_pipe() -> None:
+    """A program that makes one engine after another keeps neither threads nor connections."""
+    before = {*threading.enumerate()}
+    first, second = two()
+    second.expect(3)
+    first.send((torch.ones(3, 2),))
+    assert len(second.receive(3)) == 1
+    (thread,) = {*threading.enumerate()} - before
+    pipe_of_second = weakref.ref(second)
+    del second
+    gc.collect()
+    assert pipe_of_second() is None
+    thread.join(_PATIENCE)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("expected", [(), (0, 1, 2, 3), (1, 2), (3,)], ids=str)

@@ -363,6 +363,9 @@ def test_every_rank_calls_engines_of_a_launcher(
             "MisshapenWeightError" if rank % 2 else "RankError: rank 1"
         )
         assert "model.norm.weight: expected shape [48], got [7]" in result["said"]
+        for error, what in zip(result["alone"], ("a rank cannot ask", "in one order"), strict=True):
+            assert error.startswith("ValueError: ")
+            assert what in error
     for first in (0, 2):  # seeds are drawn by the engine's first rank
         assert results[first]["drawn"] == results[first + 1]["drawn"]
     assert results[0]["drawn"] != results[2]["drawn"]

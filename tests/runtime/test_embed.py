@@ -157,6 +157,7 @@ def test_a_prompt_longer_than_a_batch_is_computed_alone(folder: Path, theirs: An
         ({"prompt_token_ids": [130]}, "token 130 is outside of the vocabulary of 130"),
         ({"prompt_token_ids": [-1]}, "token -1 is outside of the vocabulary of 130"),
         ({"prompt_token_ids": "abc"}, "a prompt should be text, a list of"),
+        ({"prompt": "fox", "adapter": "sql"}, "the adapter 'sql', and encoders compute with none"),
         (None, "a prompt should be text, a list of"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import nn
 
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
-from vllm_module.adapters.files import refuse_infinite, warn_of_unnamed
+from vllm_module.adapters.files import refuse_infinite, warn_of_left_out, warn_of_unnamed
 from vllm_module.adapters.spellings import spellings
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
@@ -165,6 +165,10 @@ class LoRALayer(AdapterModule):
                 "merge_and_unload()"
             )
         return scales.pop()
+
+
+def _is_of_experts(layer: LoRALayer) -> bool:
+    return isinstance(layer.base[0], ExpertsLinear)
 
 
 def _dimensions(base: Adaptable, *, together: bool) -> tuple[Dim, Dim, Common]:
@@ -339,11 +343,17 @@ class Adapter(AdapterModule):
         """
         filled: dict[nn.Module, set[str]] = {}
         unnamed: list[str] = []
+        left_out: list[str] = []
         for fill in fills:
             filled.setdefault(fill.location.node.module, set()).update(fill.slots)
+        # In transformers 5 experts are no modules, and PEFT leaves them out of some adapters.
+        has_experts = any(_is_of_experts(cast(LoRALayer, each)) for each in filled)
         for layer in self.layers():
             present = filled.get(layer, set())
             needed = {slot for slot, each in layer.spelled.items() if self._targets(layer, each)}
+            if needed and not has_experts and _is_of_experts(layer) and not layer.is_parameter:
+                left_out += (layer.modules_of[slot] for slot in needed)
+                needed = set()
             layer.absent = frozenset(layer.modules_of) - present - needed
             unnamed += (layer.modules_of[slot] for slot in present - needed)
             if present or needed:
@@ -357,6 +367,7 @@ class Adapter(AdapterModule):
             )
         if self.config.target_modules:
             warn_of_unnamed(unnamed)
+        warn_of_left_out(left_out)
 
     def _explained(self, problems: Sequence[Problem]) -> list[Problem]:
         """Return the problems of names without a place, as those of the base model's modules."""

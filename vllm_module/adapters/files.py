@@ -172,3 +172,13 @@ def warn_of_unnamed(modules: Iterable[str]) -> None:
             "and PEFT leaves them out: %s",
             ", ".join(map(printable_name, names)),
         )
+
+
+def warn_of_left_out(experts: Iterable[str]) -> None:
+    """Log experts that ``target_modules`` names, of an adapter that has A and B of none."""
+    if names := fold(sorted(experts)):
+        _log.warning(
+            "target_modules names experts that the adapter has no A and B for; they stay as they "
+            "are, as with PEFT and transformers 5, where experts are no modules: %s",
+            ", ".join(map(printable_name, names)),
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from datetime import timedelta
 from functools import partial
@@ -42,7 +43,7 @@ class StagePipe:
         self._sent_kind: list[int] | None = None
         self._received_kind: list[int] | None = None
         self._expected = self._returned = 0  # steps
-        self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Tensors on their way, which have to stay in memory, by step.
         self._sent: deque[list[tuple[torch.Tensor, Any]]] = deque()
@@ -71,7 +72,11 @@ class StagePipe:
         if self.is_first or self._device.type == "cuda":
             return
         if not self._expected:
-            threading.Thread(target=self._receive_expected, name="stages", daemon=True).start()
+            weakref.finalize(self, self._asked.put, None)
+            given = weakref.WeakMethod(self._receive), self._asked, self._received
+            threading.Thread(
+                target=_receive_expected, args=given, name="stages", daemon=True
+            ).start()
         self._expected += 1
         self._asked.put(tokens)
 
@@ -84,14 +89,6 @@ class StagePipe:
         self._returned += 1
         received: tuple[torch.Tensor, ...] = taken(self._received)
         return received
-
-    def _receive_expected(self) -> None:
-        while True:
-            try:
-                self._received.put(self._receive(self._asked.get()))
-            except Exception as error:
-                self._received.put(error)
-                return
 
     def _receive(self, tokens: int) -> tuple[torch.Tensor, ...]:
         if self._received_kind is None:
@@ -111,6 +108,21 @@ class StagePipe:
 
     def _irecv(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor, dist.irecv(tensor, group=self._group, group_src=self._rank - 1)
+
+
+def _receive_expected(
+    receive: weakref.WeakMethod[Any],
+    asked: queue.SimpleQueue[int | None],
+    received: queue.SimpleQueue[Any],
+) -> None:
+    """Receive what is asked for until the pipe is gone, which this thread does not keep alive."""
+    while (tokens := asked.get()) is not None and (method := receive()) is not None:
+        try:
+            received.put(method(tokens))
+        except Exception as error:
+            received.put(error)
+            return
+        del method
 
 
 def _wait(transfers: list[tuple[torch.Tensor, Any]]) -> None:

@@ -77,6 +77,14 @@ class AsyncLLM:
         if isinstance(model, LLM) and arguments:
             raise ValueError(f"the LLM exists already: leave out {', '.join(sorted(arguments))}")
         self.llm = model if isinstance(model, LLM) else LLM(model, **arguments)
+        if self.llm.executor.every_rank_calls:
+            if not isinstance(model, LLM):
+                self.llm.close()
+            raise ValueError(
+                "the ranks of an engine with distributed_executor_backend='external_launcher' have "
+                "to make the same calls in one order, and those of an AsyncLLM come at any time: "
+                "take LLM, or 'mp', which starts ranks"
+            )
         self.max_requests = self.llm.engine.scheduler.max_num_seqs + max_waiting
         self._ids = itertools.count()
         self._lock = threading.Lock()  # several event loops may count

@@ -143,6 +143,7 @@ class WeightMethods:
         Raises:
             UnsupportedModelError: weights are not held as a checkpoint stores them, because they
                 were quantized while they were loaded, or engines share experts.
+            ValueError: each rank makes the calls (``external_launcher``), and none can ask others.
             RuntimeError: the engine sleeps, or an update of its weights had failed.
             OSError: the host is not this machine's, or the port is taken.
             RankError: another rank cannot listen; no server of this call goes on.
@@ -153,6 +154,12 @@ class WeightMethods:
         from vllm_module.runtime.replica import MODEL, RANKS, WeightServer, small_files
 
         self.executor.alone("serve_weights")
+        if self.executor.every_rank_calls:
+            raise ValueError(
+                "a server asks all ranks for weights when a client comes, and with "
+                "distributed_executor_backend='external_launcher' a rank cannot ask others: make "
+                "an engine with 'mp', which starts ranks"
+            )
         check_type("token", token, "text or None", str, type(None))
         if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
             raise ValueError("token should be eight printable ASCII characters or more")

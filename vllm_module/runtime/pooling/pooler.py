@@ -194,6 +194,11 @@ class Pooler:
             texts = tokenization.text(prompt.first), tokenization.text(prompt.second)
             ids, types = self._get_tokenizer().encode_pair(*texts, tokenization.most)
         else:
+            if isinstance(prompt, Mapping) and prompt.get("adapter") is not None:
+                raise ValueError(
+                    f"the prompt asks for the adapter {shorten(prompt['adapter'])}, and encoders "
+                    "compute with none: leave it out, or merge_adapter it into the model"
+                )
             ids = token_ids(prompt, self._get_tokenizer, tokenization)
         if not ids:
             raise ValueError("the prompt has no tokens")

@@ -62,6 +62,11 @@ class WeightChanges:
         return isinstance(self._ranks.processes, Processes)
 
     @property
+    def every_rank_calls(self) -> bool:
+        """True if every rank makes each call (``external_launcher``), and hears of no other one."""
+        return self.size > 1 and not self._ranks.is_led
+
+    @property
     def needs_whole(self) -> bool:
         """True if only a whole checkpoint updates the weights, which were dropped or are broken."""
         return self.refusal is not None or (self.asleep == 2 and "weights" in self.sleeping)
