@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class TransformersForCausalLM(vLLMModule):
-    """A model of transformers with our linear layers, embeddings, experts and attention.
+    """A model of transformers with our linear layers, embeddings, norms, experts and attention.
 
     Its children are those of the transformers model, under the same names.
 

@@ -16,6 +16,7 @@ from vllm_module.layers.linear import LinearBase
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.wrapped.experts import RoutedOnMeta, WrappedExperts, is_experts, is_routed
 from vllm_module.wrapped.names import TransformersNames
+from vllm_module.wrapped.norms import norm_of
 from vllm_module.wrapped.plan_styles import (
     ALL_REDUCE,
     COLUMN,
@@ -75,7 +76,7 @@ class Replacing:
                 vars(module)["forward"] = RoutedOnMeta(module)
 
     def replace_others(self, calls: Mapping[str, Sequence[Call]]) -> None:
-        """Replace linear layers, embeddings, and parameters that the plan names.
+        """Replace linear layers, embeddings, norms, and parameters that the plan names.
 
         ``calls`` are the attention calls, by the module's path.
 
@@ -107,6 +108,9 @@ class Replacing:
         if type(module) is nn.Linear:
             return self._linear(path, module)
         style = self.plan.style(path)
+        whole = style not in (IDENTITY, EXPERTS, ALL_REDUCE)
+        if whole and self.plan.style(f"{path}.weight") is None and (norm := norm_of(module)):
+            return norm
         if self.group.size > 1 and style == IDENTITY:
             raise UnsupportedModelError(
                 f"the tensor-parallel plan of {self.owner} has the style {IDENTITY} for {path}, "
