@@ -30,7 +30,6 @@ _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 class NemotronHConfig(LlamaConfig):
     attribute_map = {
         "layer_types": "layers_block_type", "rms_norm_eps": "layer_norm_epsilon",
-        "head_dim": "attention_head_dim",
     }  # fmt: skip
 
     layer_types: list[str]
@@ -70,10 +69,10 @@ class NemotronHConfig(LlamaConfig):
         types = entries.get("layer_types") if types is None else types
         if types is None and isinstance(pattern, str):
             types = list(pattern)
-        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        if not isinstance(types, list) or not types or not all(isinstance(k, str) for k in types):
             raise ValueError(
                 "layers_block_type should be a list with what each layer has, or "
-                f"hybrid_override_pattern a letter for each, got {shorten(types or pattern)}"
+                f"hybrid_override_pattern a letter for each, got {shorten(types)}"
             )
         types = [_LETTERS.get(kind, _OLDER.get(kind, kind)) for kind in types]
         if unknown := set(types) - set(_LETTERS.values()):

@@ -391,7 +391,6 @@ def test_multipliers_of_falcon_h1_may_be_null(folders: Any, tmp_path: Path) -> N
         ("nemotron-h", {"residual_in_fp32": True}, "residual_in_fp32 should be"),
         ("nemotron-h", {"n_shared_experts": 2}, "n_shared_experts should be"),
         ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act should be"),
-        ("nemotron-h", {"attention_head_dim": 8}, "attention_head_dim and head_dim .* differ"),
         ("granite-4", {"hidden_act": "gelu"}, "hidden_act should be 'silu' or 'swish', got"),
         ("granite-4", {"layer_types": ["mamba", "moe"]}, r"layer_types\[1\] is 'moe'"),
         (

@@ -39,12 +39,12 @@ def norm_of(module: nn.Module) -> RMSNorm | None:
     if weight is None or weight.dim() != 1 or name is None or not _is_plain(module):
         return None
     eps = getattr(module, name)
-    offsets = [each for each in _OFFSETS if _agree(module, len(weight), eps, each)]
-    if not offsets:
-        return None
-    norm = WrappedNorm(len(weight), eps, weight.dtype, offsets[0])
-    vars(norm)[name] = eps  # a model may read it
-    return norm
+    for offset in _OFFSETS:
+        if _agree(module, len(weight), eps, offset):
+            norm = WrappedNorm(len(weight), eps, weight.dtype, offset)
+            vars(norm)[name] = eps  # a model may read it
+            return norm
+    return None
 
 
 def _is_plain(module: Any) -> bool:
