@@ -86,7 +86,11 @@ def test_a_norm_is_computed_by_our_kernel(
         torch.manual_seed(1)
         nn.init.normal_(module.to(dtype).weight)
         x = (torch.randn(3, 5, len(module.weight)) * torch.logspace(-4, 2, 5)[:, None]).to(dtype)
-    ours = norm_of(module)
+    torch.set_default_dtype(dtype)  # as while a model of this dtype is built
+    try:
+        ours = norm_of(module)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert isinstance(ours, RMSNorm)
     assert ours.weight_offset == offset
     ours.load_weights({"weight": module.weight.detach()})
@@ -114,6 +118,11 @@ def test_a_norm_with_a_hook_stays() -> None:
     assert norm_of(module) is not None
     module.register_forward_hook(lambda *_: None)
     assert norm_of(module) is None
+
+
+def test_a_norm_of_another_dtype_than_the_model_stays() -> None:
+    """Some classes return the dtype of the input then, and others that of the weight."""
+    assert norm_of(Norm().bfloat16()) is None
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "olmo2"])

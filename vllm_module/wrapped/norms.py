@@ -32,11 +32,13 @@ def norm_of(module: nn.Module) -> RMSNorm | None:
     """Return a layer that computes what ``module`` does; ``None`` if it is no such norm.
 
     Rows of made-up numbers are normalized by both, in float32 and in bfloat16. In some rows the
-    mean square is near ``eps``.
+    mean square is near ``eps``. A weight of another dtype than the model's is left alone.
     """
     weight = module._parameters.get("weight")
     name = next((each for each in _EPS if isinstance(getattr(module, each, None), float)), None)
     if weight is None or weight.dim() != 1 or name is None or not _is_plain(module):
+        return None
+    if weight.dtype != torch.get_default_dtype():  # classes round such products in other ways
         return None
     eps = getattr(module, name)
     for offset in _OFFSETS:
