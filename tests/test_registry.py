@@ -27,7 +27,7 @@ from vllm_module.build.registry import (
 )
 from vllm_module.core.module import vLLMModule
 from vllm_module.errors import CheckpointFormatError, UnsupportedModelError
-from vllm_module.hf_config import HFConfig, read_entries
+from vllm_module.hf_config import HFConfig, parse_config, read_entries
 from vllm_module.layers import FusedMoE
 from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM, MistralForCausalLM
 from vllm_module.testing import model_configs
@@ -223,6 +223,24 @@ def test_null_is_as_absent_in_a_nested_configuration(nested: str | None, stored:
         given = (inner.get(stored) if nested else None) or outer.get(stored)
         assert config.sliding_window == given, (outer, inner)
         assert config.num_key_value_heads == 2
+
+
+@pytest.mark.parametrize("names", [{}, {"hidden_size": "n_embd"}])
+def test_entries_under_other_names_are_refused_with_what_declares_them(
+    names: dict[str, str],
+) -> None:
+    """The error of a missing entry names ``attribute_map``; with the declaration it is found."""
+
+    class Renamed(HFConfig):
+        attribute_map = names
+
+    entries: dict[str, Any] = {"architectures": ["X"], "n_embd": 8, "vocab_size": 5}
+    entries |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    if names:
+        assert parse_config(Renamed, entries, Path("config.json")).hidden_size == 8
+        return
+    with pytest.raises(CheckpointFormatError, match=r"hidden_size is missing.*attribute_map of"):
+        parse_config(Renamed, entries, Path("config.json"))
 
 
 class Experts(vLLMModule):

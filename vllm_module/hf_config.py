@@ -332,7 +332,13 @@ def parse_config(cls: type[C], entries: Mapping[str, Any], path: Path) -> C:
     except ValidationError as error:
         stored = {name: its for name, its in cls.attribute_map.items() if its in entries}
         lacks = {name: its for name, its in cls.attribute_map.items() if name not in entries}
-        problems = "; ".join(_problem(each, stored | lacks) for each in error.errors())[:1000]
+        errors = error.errors()
+        problems = "; ".join(_problem(each, stored | lacks) for each in errors)[:1000]
+    if any(each["type"] == "missing" for each in errors):
+        problems += (
+            ". If this file has other names for them, attribute_map of the model's config_class "
+            "should say which"
+        )
     raise CheckpointFormatError(f"{printable(path)} does not describe a model: {problems}")
 
 

@@ -65,8 +65,8 @@ def test_what_cannot_be_measured(run: Run, folder: Path) -> None:
     result = run("bench", folder, "--input-len", 60, "--output-len", 5)
     assert (result.code, result.out) == (1, "")
     assert (
-        "at most 64 tokens of a sequence, fewer than --input-len 60 and --output-len 5"
-        in result.err
+        "at most 64 tokens of a sequence, fewer than --input-len 60 and --output-len 5 "
+        "together: give smaller numbers" in result.err
     )
     assert run("bench", folder, "--concurrency", 0).code == 2
 

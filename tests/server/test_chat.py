@@ -199,7 +199,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": "hi"}, "messages", "messages should be a valid list"),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),
     ({"modalities": ["audio"]}, "modalities", "modalities is not supported"),
-    ({"model": None}, "model", "model is missing"),
+    ({"model": None}, "model", "model is missing: the request needs it"),
     ({"chat_template_kwargs": {"content_format": "x"}}, None, "content_format should be one of"),
 ]
 

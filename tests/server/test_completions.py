@@ -289,7 +289,7 @@ REFUSED = [
     ({"prompt": [[1], []]}, None, "prompt 1: the prompt has no tokens"),
     ({"prompt": ["a"] * 65}, "prompt", "65 prompts, and a request may have 64"),
     ({"prompt": "a" * 1024}, None, "the prompt has 1024 tokens, and with one more a sequence has"),
-    ({}, "prompt", "prompt is missing"),
+    ({}, "prompt", "prompt is missing: the request needs it"),
     ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options", "stream_options"),
 ]  # fmt: skip
 

@@ -61,6 +61,8 @@ def test_keys(server: Any) -> None:
         server.client(key="wrong").models.list()
     code, answer = server.ask("POST", "/v1/completions", b"{broken", key="wrong")
     assert (code, answer["error"]["code"]) == (401, "invalid_api_key")
+    message = server.ask("POST", "/resume", key="sk-two")[1]["error"]["message"]
+    assert message.endswith("with an admin key, because this path is for operators")
 
 
 def test_models_and_version(server: Any) -> None:

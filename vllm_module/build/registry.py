@@ -171,7 +171,9 @@ def load_model_code(path: Path) -> None:
         path = path.expanduser().resolve()
         path.stat()
     except FileNotFoundError as error:
-        raise UnsupportedModelError(f"model_code {printable(path)} does not exist") from error
+        raise UnsupportedModelError(
+            f"model_code {printable(path)} does not exist; check the path"
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or no path at all
         raise UnsupportedModelError(
             f"model_code {printable(path)} is not a Python file: {describe_error(error)}"

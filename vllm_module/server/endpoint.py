@@ -64,10 +64,10 @@ class Keys:
         digest = _digest(key.encode("latin-1"))  # the bytes that were sent
         keys = self._admin if right == "admin" else self._api + self._admin
         if not sum(hmac.compare_digest(digest, each) for each in keys):  # every key is compared
-            raise ApiError(
-                401, "the key is missing or wrong: send 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-            )  # fmt: skip
+            message = "the key is missing or wrong: send 'Authorization: Bearer KEY'"
+            if right == "admin":
+                message += " with an admin key, because this path is for operators"
+            raise ApiError(401, message, code="invalid_api_key")
 
 
 def _digest(key: bytes) -> bytes:

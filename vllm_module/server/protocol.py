@@ -95,6 +95,9 @@ class Body(Settings):
                 names = [*cls.model_fields, *cls.unsupported, *SAMPLING]
                 message = f"the request {unknown_name(name, names)}"
                 raise ApiError(400, message, name[:200], "unknown_parameter")
+        for name, field in cls.model_fields.items():
+            if field.is_required() and name not in known:
+                raise ApiError(400, f"{name} is missing: the request needs it", name)
         try:
             return cls(**known)
         except ValueError as error:

@@ -136,7 +136,8 @@ def measure(
     if served.max_model_len < input_len + output_len:
         raise CommandError(
             f"the model and its cache hold at most {served.max_model_len} tokens of a "
-            f"sequence, fewer than --input-len {input_len} and --output-len {output_len}"
+            f"sequence, fewer than --input-len {input_len} and --output-len {output_len} "
+            "together: give smaller numbers"
         )
     generator = random.Random(seed)
     with working("warming up", lines=True):  # allocates and compiles
