@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
@@ -40,13 +41,18 @@ class NpyHandle:
         destination.copy_(self.read())
 
 
+_PARSING = Lock()  # np.load parses a file's header by ast, which may fail in two threads at once
+
+
 class NpySource:
     def __init__(self, url: str) -> None:
         self.folder = Path(url.removeprefix("npy://"))
 
     def weights(self) -> Iterator[tuple[str, NpyHandle]]:
         for path in self.folder.glob("*.npy"):
-            yield path.stem, NpyHandle(np.load(path, mmap_mode="r"))
+            with _PARSING:
+                array = np.load(path, mmap_mode="r")
+            yield path.stem, NpyHandle(array)
 
 
 def main() -> None:
