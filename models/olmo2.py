@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_module.core.module import vLLMModule
 from vllm_module.hf_config import Positive
@@ -44,7 +45,8 @@ class Olmo2Attention(LlamaAttention):
         q, k, v = self.qkv_proj(hidden_states).split(self.qkv_proj.output_sizes, dim=-1)
         parts = self.q_norm(q), self.k_norm(k), v
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        q, k = self.rotary_emb(positions, q, k)
+        if self.rotates:
+            q, k = self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q, k, v, metadata))
 
 
@@ -71,7 +73,7 @@ class Olmo2DecoderLayer(vLLMModule):
 
 class Olmo2Model(DecoderModel):
     norm_class = Olmo2RMSNorm
-    layer_class = Olmo2DecoderLayer
+    layer_class: type[nn.Module] = Olmo2DecoderLayer
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):

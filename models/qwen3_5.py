@@ -32,7 +32,7 @@ class Qwen3_5MoeConfig(Qwen3_5Config):
 
 
 class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
-    separate_projections = True
+    stored_projections = "by_kind"
 
 
 class Qwen3_5Model(Qwen3NextModel):

@@ -89,7 +89,7 @@ class Qwen3NextAttention(vLLMModule):
 
 
 class Qwen3NextDecoderLayer(vLLMModule):
-    separate_projections = False  # as in GatedDeltaNet
+    stored_projections: Literal["by_head", "by_kind"] = "by_head"  # as in GatedDeltaNet
     sole_readers = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
@@ -108,7 +108,7 @@ class Qwen3NextDecoderLayer(vLLMModule):
                 config.linear_value_head_dim,
                 config.linear_conv_kernel_dim,
                 eps,
-                self.separate_projections,
+                self.stored_projections,
             )
         self.post_attention_layernorm = Qwen3NextRMSNorm(hidden, eps)
         sparse = (layer_idx + 1) % config.decoder_sparse_step == 0

@@ -140,7 +140,7 @@ FusedMoE(num_experts, top_k, hidden_size, intermediate_size, params_dtype=None, 
     apply_router_weight_on_input=False, *, shard_names=('gate_proj', 'up_proj', 'down_proj'),
     block=None, transposed=False, interleaved=False, packed=True)
 GatedDeltaNet(hidden_size, num_key_heads, num_value_heads, key_dim, value_dim, conv_kernel=4,
-    eps=1e-06, separate=False)
+    eps=1e-06, stored='by_head', negative_eigenvalues=False)
 GatedRMSNorm(hidden_size, eps=1e-06, params_dtype=None, weight_offset=None)
 GeluAndMul(approximate='none')
 GroupedGatedRMSNorm(hidden_size, groups, eps, norm_before_gate=False)

@@ -126,7 +126,8 @@ CASES = {
     "GatedDeltaNet": Case(
         {"hidden_size": 6, "num_key_heads": 2, "num_value_heads": 4, "key_dim": 3, "value_dim": 5},
         {"hidden_size": 4, "num_key_heads": 4, "num_value_heads": 8, "key_dim": 4, "value_dim": 4}
-        | {"conv_kernel": 3, "eps": 0.5, "separate": True},
+        | {"conv_kernel": 3, "eps": 0.5, "stored": "by_kind"}
+        | {"negative_eigenvalues": True},
         lambda layer: (numbers("x", TOKENS, layer.out_proj.weight.shape[0]),),
     ),
     "GatedRMSNorm": Case({"hidden_size": 8}, NORM, gated),

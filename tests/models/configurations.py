@@ -146,6 +146,15 @@ LFM2 = {
     "layer_types": ["conv", "full_attention", "conv"],
     "conv_bias": True,
 }
+OLMO_HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,  # transformers writes three equal parts of the convolution
+    "pad_token_id": None,
+}
 FALCON_H1 = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
@@ -356,6 +365,16 @@ CONFIGS = {
     "lfm2": config_of("lfm2", **LFM2),
     "lfm2-moe": config_of(
         "lfm2_moe", **LFM2, num_dense_layers=1, num_experts=5, moe_intermediate_size=24
+    ),
+    "olmo-hybrid": config_of(
+        "olmo_hybrid", **OLMO_HYBRID, rope_parameters={"rope_theta": None, "rope_type": "default"}
+    ),
+    "olmo-hybrid-rope-biases-tied": config_of(
+        "olmo_hybrid",
+        **OLMO_HYBRID,
+        linear_allow_neg_eigval=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "falcon-h1": config_of("falcon_h1", **FALCON_H1),
     "falcon-h1-norm-biases-tied": config_of(

@@ -46,6 +46,8 @@ SHARDED = (
     "mamba2",
     "mixtral",
     "olmo2",
+    "olmo-hybrid",
+    "olmo-hybrid-rope-biases-tied",
     "olmoe",
     "phi3",
     "qwen2",

@@ -45,6 +45,7 @@ ALIKE = (
     "mixtral",
     "nemotron-h",
     "olmo2",
+    "olmo-hybrid",
     "olmoe",
     "qwen2-moe",
     "qwen3",

@@ -71,6 +71,7 @@ _OURS = {
     "MixtralForCausalLM": "vllm_module.models.mixtral:MixtralForCausalLM",
     "NemotronHForCausalLM": "vllm_module.models.nemotron_h:NemotronHForCausalLM",
     "Olmo2ForCausalLM": "vllm_module.models.olmo2:Olmo2ForCausalLM",
+    "OlmoHybridForCausalLM": "vllm_module.models.olmo_hybrid:OlmoHybridForCausalLM",
     "OlmoeForCausalLM": "vllm_module.models.olmoe:OlmoeForCausalLM",
     "Phi3ForCausalLM": "vllm_module.models.phi3:Phi3ForCausalLM",
     "QWenLMHeadModel": "vllm_module.models.qwen:QWenLMHeadModel",

@@ -55,6 +55,8 @@ class LinearBase(QuantizableLayer):
         super().__init__()
         self.tp_group = tensor_parallel_group()
         self.skip_bias_add = skip_bias_add
+        if output.names:
+            self.shard_names = output.names
         self.create_weight(output, input, params_dtype or torch.get_default_dtype())
         self.bias: nn.Parameter | None = None
         if bias:
@@ -136,7 +138,6 @@ class MergedReplicatedLinear(ReplicatedLinear):
         output = fused(shard_names, [(features, 1) for features in output_sizes])
         super().__init__(input_size, output.size, bias, skip_bias_add, params_dtype, output=output)
         self.output_sizes = list(output_sizes)
-        self.shard_names = output.names
 
 
 class ColumnParallelLinear(LinearBase):
@@ -219,7 +220,6 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             params_dtype,
             output=output,
         )
-        self.shard_names = output.names
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -302,7 +302,6 @@ class QKVParallelLinear(ColumnParallelLinear):
             params_dtype=params_dtype,
             output=output,
         )
-        self.shard_names = output.names
         self.num_heads = total_num_heads // size
         self.num_kv_heads = total_num_kv_heads // kv_parts
         self.heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]

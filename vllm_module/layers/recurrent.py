@@ -144,7 +144,8 @@ class CausalConv1d(vLLMModule):
     """The weights of a convolution of each channel with its last inputs.
 
     Args:
-        channels: those of a checkpoint, with slots.
+        channels: those of a checkpoint, with slots; each is a convolution of its own if it has a
+            name that a checkpoint may use.
         width: the inputs of an output, 2 to 8.
         bias: whether there is one.
         silu: whether SiLU comes after it.
@@ -163,6 +164,7 @@ class CausalConv1d(vLLMModule):
             raise UnsupportedModelError(
                 f"the convolution before the recurrence has a kernel of {width}: expected 2 to 8"
             )
+        self.shard_names = channels.names
         group = tensor_parallel_group()
         place: Common = {
             "experts": None,

@@ -56,16 +56,19 @@ _SPARSE_LAYERS: Mapping[str, st.SearchStrategy[Any]] = {
     "mlp_only_layers": st.none() | st.just([0]),
     **_EXPERTS,
 }
-_QWEN_HYBRID: Mapping[str, st.SearchStrategy[Any]] = {
-    "head_dim": st.sampled_from([8, 16]),
-    "shared_expert_intermediate_size": st.just(24),
+_DELTA_NET: Mapping[str, st.SearchStrategy[Any]] = {
     "attention_bias": st.booleans(),
-    "full_attention_interval": st.integers(1, 3),
     "linear_num_key_heads": st.just(12),
     "linear_num_value_heads": st.sampled_from([12, 24]),
     "linear_key_head_dim": st.integers(1, 3),
     "linear_value_head_dim": st.integers(1, 3),
     "linear_conv_kernel_dim": st.integers(2, 4),
+}
+_QWEN_HYBRID: Mapping[str, st.SearchStrategy[Any]] = {
+    **_DELTA_NET,
+    "head_dim": st.sampled_from([8, 16]),
+    "shared_expert_intermediate_size": st.just(24),
+    "full_attention_interval": st.integers(1, 3),
 }
 _QWEN_HYBRID_EXPERTS: Mapping[str, st.SearchStrategy[Any]] = {
     **_QWEN_HYBRID,
@@ -235,6 +238,13 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
     },
     "OlmoeForCausalLM": _EXPERTS,
     "Olmo2ForCausalLM": {"attention_bias": st.booleans()},
+    "OlmoHybridForCausalLM": {
+        **_DELTA_NET,
+        "layer_types": st.lists(
+            st.sampled_from(["linear_attention", "full_attention"]), min_size=2, max_size=2
+        ),
+        "linear_allow_neg_eigval": st.booleans(),
+    },
     "Phi3ForCausalLM": {"sliding_window": _WINDOWS},
     # Gate and up have half of these features each, which most sizes divide.
     "QWenLMHeadModel": {"intermediate_size": st.just(240), "no_bias": st.booleans()},

@@ -114,9 +114,7 @@ def linear_of(
         output = Dim.whole(outputs)
         if slots is not None:
             output = Dim(tuple(Slot(name, outputs // len(slots)) for name in slots))
-        layer = ReplicatedLinear(inputs, outputs, output=output, **common)
-        layer.shard_names = output.names
-        return layer
+        return ReplicatedLinear(inputs, outputs, output=output, **common)
     raise _unsupported(path, style, "it is a linear layer")
 
 
