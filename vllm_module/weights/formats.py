@@ -128,7 +128,10 @@ FORMATS: dict[str, Files | Unit] = {
     "pt": Files(
         "vllm_module.weights.pickled.torch_file:TorchFile",
         (".bin", ".pt"),
-        re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
+        re.compile(
+            "consolidated|training_args|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state"
+            r"|meta\.pt$"  # what Lightning writes beside the files of dcp
+        ),
         "pytorch_model.bin.index.json",
         "pytorch_model.bin",
     ),
