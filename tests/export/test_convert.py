@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 import warnings
@@ -283,6 +284,27 @@ def test_what_transformers_reads_of_experts(
         logits = ours.compute_logits(ours(ids, torch.arange(len(ids))))
     assert not report["missing_keys"]
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ignored"),
+    [("int8_per_channel_weight_only", "lm_head"), ("int4_per_group", "experts")],
+)
+def test_where_transformers_has_random_experts(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, ignored: str
+) -> None:
+    """It reports those of Nemotron-H as missing, as docs/checkpoints.md says."""
+    asked = QuantizationConfig(scheme=scheme, ignore=("lm_head", ignored), group_size=8)
+    folder = tmp_path / "out"
+    convert(ModelConfig(model=str(checkpoint("nemotron-h")), quantization=asked), folder)
+    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
+    missing = {name.rpartition(".mixer.")[2] for name in report["missing_keys"]}
+    assert missing == {"experts.up_proj", "experts.down_proj"}
+    kept = {re.sub(r"\d+", "*", name.rpartition(".mixer.")[2]) for name in stored(folder)}
+    assert {f"experts.*.{each}_proj.weight" for each in ("up", "down")} <= kept
 
 
 def test_what_is_not_quantized_is_copied(
