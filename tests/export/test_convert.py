@@ -75,6 +75,27 @@ def test_a_load_gives_the_bits_of_an_online_load(
     assert not any(each.conversions for each in layers)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_per_channel", "int4_per_group"])
+def test_a_dtype_that_only_the_tensors_say_stays(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any
+) -> None:
+    """Scales in float32 are before them in the new files; transformers finds the old one, too."""
+    original, asked = tmp_path / "original", QuantizationConfig(scheme=scheme, group_size=8)
+    shutil.copytree(checkpoint("qwen2"), original)
+    config = entries(original)
+    assert config.pop("dtype") == "bfloat16"
+    (original / "config.json").write_text(json.dumps(config))
+    convert(ModelConfig(model=str(original), quantization=asked), tmp_path / "out")
+    online = get_model(model_config=ModelConfig(model=str(original), quantization=asked))
+    wanted = bits(online)
+    found = as_online(bits(get_model(model_config=ModelConfig(model=str(tmp_path / "out")))))
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    theirs = [AutoConfig.from_pretrained(tmp_path / "out").dtype]
+    theirs += [AutoModelForCausalLM.from_pretrained(original).dtype]
+    assert theirs == [torch.bfloat16, torch.bfloat16]
+
+
 @pytest.mark.parametrize("case", ["tied, per tensor", "per channel", "per block"])
 def test_transformers_reads_the_same_numbers(
     converted: Callable[[str], tuple[Path, Path]], case: str
