@@ -121,6 +121,22 @@ def test_the_new_checkpoint_is_of_the_configuration_that_was_merged(
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
+def test_a_dtype_that_only_the_tensors_say_stays(
+    tuned: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """A norm in float32 is behind the others, and before them in a safetensors file."""
+    one, base = tuned("llama"), tmp_path / "base"
+    state = AutoModelForCausalLM.from_pretrained(one.base, dtype=torch.bfloat16).state_dict()
+    base.mkdir()
+    state["model.norm.weight"] = state["model.norm.weight"].float()
+    torch.save(state, base / "pytorch_model.bin")
+    config = json.loads((one.base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    merge(ModelConfig(model=str(base)), one.adapter, tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(base).dtype == torch.bfloat16
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
 def test_what_the_model_skips_is_kept(tmp_path: Path) -> None:
     """A pooler, which embeddings do not need, is in PEFT's checkpoint and in ours."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

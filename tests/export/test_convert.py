@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 import warnings
@@ -72,6 +73,27 @@ def test_a_load_gives_the_bits_of_an_online_load(
     layers = [each for each in loaded.modules() if isinstance(each, QuantizableLayer)]
     assert any(each.is_quantized for each in layers)
     assert not any(each.conversions for each in layers)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_channel", "int4_per_group"])
+def test_a_dtype_that_only_the_tensors_say_stays(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any
+) -> None:
+    """Scales in float32 are before them in the new files; transformers finds the old one, too."""
+    original, asked = tmp_path / "original", QuantizationConfig(scheme=scheme, group_size=8)
+    shutil.copytree(checkpoint("qwen2"), original)
+    config = entries(original)
+    assert config.pop("dtype") == "bfloat16"
+    (original / "config.json").write_text(json.dumps(config))
+    convert(ModelConfig(model=str(original), quantization=asked), tmp_path / "out")
+    online = get_model(model_config=ModelConfig(model=str(original), quantization=asked))
+    wanted = bits(online)
+    found = as_online(bits(get_model(model_config=ModelConfig(model=str(tmp_path / "out")))))
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    theirs = [AutoConfig.from_pretrained(tmp_path / "out").dtype]
+    theirs += [AutoModelForCausalLM.from_pretrained(original).dtype]
+    assert theirs == [torch.bfloat16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("case", ["tied, per tensor", "per channel", "per block"])
@@ -283,6 +305,27 @@ def test_what_transformers_reads_of_experts(
         logits = ours.compute_logits(ours(ids, torch.arange(len(ids))))
     assert not report["missing_keys"]
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ignored"),
+    [("int8_per_channel_weight_only", "lm_head"), ("int4_per_group", "experts")],
+)
+def test_where_transformers_has_random_experts(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, ignored: str
+) -> None:
+    """It reports those of Nemotron-H as missing, as docs/checkpoints.md says."""
+    asked = QuantizationConfig(scheme=scheme, ignore=("lm_head", ignored), group_size=8)
+    folder = tmp_path / "out"
+    convert(ModelConfig(model=str(checkpoint("nemotron-h")), quantization=asked), folder)
+    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
+    missing = {name.rpartition(".mixer.")[2] for name in report["missing_keys"]}
+    assert missing == {"experts.up_proj", "experts.down_proj"}
+    kept = {re.sub(r"\d+", "*", name.rpartition(".mixer.")[2]) for name in stored(folder)}
+    assert {f"experts.*.{each}_proj.weight" for each in ("up", "down")} <= kept
 
 
 def test_what_is_not_quantized_is_copied(

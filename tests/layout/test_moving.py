@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -216,6 +217,12 @@ def test_a_message_of_as_many_bytes_for_another_plan_is_refused(
             return
         with pytest.raises(WeightReadError, match=f"rank 0 sends weights {wrong}.*expects weight"):
             arrived.result()
+
+
+def test_a_box_of_one_element_has_bytes_whatever_its_stride() -> None:
+    """They are those of its number, as the system stores it."""
+    box = torch.arange(12.0).view(3, 4)[1:2, 2]
+    assert bytes(moved.bytes_of(box).tolist()) == struct.pack("=f", 6.0)
 
 
 def test_a_rank_without_memory_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

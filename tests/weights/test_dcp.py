@@ -69,6 +69,7 @@ def test_what_torch_saves_itself_is_read(tmp_path: Path) -> None:
     model = {"embed.weight": torch.randn(3, 2), "head": torch.randn(2, 5).t().contiguous()}
     saved = {"model": model, "optim": {"state": {"embed.weight": torch.ones(3)}}, "step": 3}
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"epoch": 1}, tmp_path / "meta.pt")  # as Lightning does, which calls DCP
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.keys() == model.keys()
         assert all(torch.equal(checkpoint[name].read(), model[name]) for name in model)

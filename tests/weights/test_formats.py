@@ -10,10 +10,11 @@ import pytest
 from vllm_module.weights.formats import FORMATS, Files, formats_of
 from vllm_module.weights.hub import is_small, patterns_of
 
-# transformers' Trainer, accelerate and DeepSpeed write these beside the weights.
+# transformers' Trainer, accelerate, DeepSpeed and Lightning write these beside the weights.
 STATES = (
     "training_args.bin", "optimizer.bin", "optimizer_0.bin", "optimizer.pt", "scheduler.bin",
     "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_0.pt", "consolidated.00.pt",
+    "sampler.bin", "sampler_1.bin", "dl_state_dict.bin", "meta.pt",
 )  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def test_states_of_a_trainer_are_no_weights() -> None:
     """Each alone is nothing, and beside weights it is left out; a name inside a word counts not."""
     for state in STATES:
         assert files("pt", state) == []
-    weights = ["pytorch_model.bin", "my_optimizer.bin", "x-scheduler.bin"]
+    weights = ["pytorch_model_fsdp.bin", "my_optimizer.bin", "x-scheduler.bin", "meta.pt.bin"]
     assert files("pt", *STATES, *weights) == weights
     others = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
     others += ["model-rank-0-part-0.safetensors", "model-rank-12-part-3.safetensors"]

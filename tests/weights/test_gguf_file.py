@@ -172,6 +172,15 @@ def test_parts_are_found_from_any_of_them(split: Path, model: Any) -> None:
         torch.testing.assert_close(logits(path), expected, rtol=0, atol=1e-4)
 
 
+def test_a_first_part_has_perhaps_no_tensors(model: Any, tmp_path: Path) -> None:
+    """As of llama-gguf-split and convert_hf_to_gguf.py with ``--no-tensor-first-split``."""
+    written.write(tmp_path / "m.gguf", model, split_max_tensors=6, small_first_shard=True)
+    parts = sorted(tmp_path.iterdir())
+    assert [len(gguf.GGUFReader(path).tensors) for path in parts] == [0, 6, 6]
+    expected = written.logits(model, IDS)
+    torch.testing.assert_close(logits(tmp_path), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("part", "key", "value", "message"),
     [

@@ -152,6 +152,7 @@ SMALL: list[tuple[dict[str, Any], str | None]] = [
     ({"dims": (4,), "kind": 5}, "a number that ggml has"),  # Q4_3, which was removed
     ({"dims": (4,), "kind": 999}, "a number that ggml has"),
     ({"dims": (4,), "kind": 24, "values": 4}, "of type I8, which is not supported"),
+    ({"dims": (128,), "kind": 41, "values": 18}, "of type Q1_0, which is not supported"),
     ({"tensors": 2}, "."),
     ({"keys": 2}, "."),
     ({"tensors": 2**40}, "tensors, where at most"),

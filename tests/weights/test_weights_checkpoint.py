@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights import open_checkpoint
@@ -58,6 +60,26 @@ def test_without_an_index_the_single_file_then_all_but_consolidated(tmp_path: Pa
     save_file({"m": torch.ones(1)}, tmp_path / "model.safetensors")
     assert list(open_checkpoint(tmp_path)) == ["m"]
     assert list(open_checkpoint(tmp_path / "z.safetensors")) == ["z"]
+
+
+def test_an_index_that_a_later_save_left_over_is_not_followed(tmp_path: Path) -> None:
+    """transformers, which saves into one folder twice, reads the whole file too."""
+    logging.disable_progress_bar()
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=1, **sizes))
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    (part, *_) = sorted(tmp_path.glob("model-*"))
+    data = part.read_bytes()
+    torch.nn.init.constant_(model.model.norm.weight, 3.0)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / INDEX).exists()
+    again = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.keys() == again.keys()
+        assert all(torch.equal(checkpoint[name].read(), again[name]) for name in again)
+    part.write_bytes(data)  # some of the index's files: which of the two was meant is not known
+    with pytest.raises(CheckpointFormatError, match=r"index\.json names .*, which is not there"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_broken_link_is_refused_and_not_worked_around(folder: Path) -> None:

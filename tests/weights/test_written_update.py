@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from vllm_module.weights import find_changes, open_update, write_update
 from vllm_module.weights.changes import Changes
+from vllm_module.weights.digests import digest_weight
 from vllm_module.weights.handle import TensorHandle
 
 NORM = "model.norm.weight"
@@ -45,6 +47,22 @@ def test_bits_of_the_file(tmp_path: Path) -> None:
             assert torch.equal(update[name].indices, each.indices)
             assert torch.equal(update[name].values, each.values)
             assert update[name].shape == each.shape
+
+
+def test_views_of_a_larger_tensor_are_written(tmp_path: Path) -> None:
+    """Of any strides, also those of a single element; safetensors reads them."""
+    base = torch.arange(12.0).view(3, 4)
+    views = {
+        "row": base[1:2, 2], "cell": base.T[2:3, 1:2], "scalar": base[2, 3],
+        "columns": base[:, 1::2], "repeated": base[:1].expand(3, 4),
+        "one": base[0, 0].expand(1), "none": base[:0],
+    }  # fmt: skip
+    path = tmp_path / "u.safetensors"
+    write_update(path, views, version="a", digests=True)
+    written = load_file(path)
+    assert all(torch.equal(written[name], view) for name, view in views.items())
+    with open_update(path) as update:
+        assert {name: digest_weight(update[name]).hex for name in views} == update.digests
 
 
 def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:

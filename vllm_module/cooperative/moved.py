@@ -49,7 +49,8 @@ class Moved(NamedTuple):
 
 def bytes_of(box: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a box."""
-    return box.detach().contiguous().view(-1).view(torch.uint8)
+    # A single element may have any stride, of which torch makes no bytes: hence unsqueeze.
+    return box.detach().contiguous().view(-1).unsqueeze(-1).view(torch.uint8).view(-1)
 
 
 def nbytes_of(each: Moved, number: int) -> int:

@@ -28,11 +28,11 @@ from vllm_module.export.units import (
     FILE_BYTES,
     CopiedTensor,
     WrittenUnit,
+    entries_to_write,
     opened,
     skipped_names,
     write_units,
 )
-from vllm_module.hf_config import read_entries
 from vllm_module.parameters import BasevLLMParameter, StoredOrder
 from vllm_module.quantization import QuantizableLayer, Scheme
 from vllm_module.quantization.packed import COMPRESSED_TENSORS, PackedMethod
@@ -107,7 +107,7 @@ def convert(
         units += skipped
         with new_folder(Path(os.path.expanduser(out))) as folder:
             copy_small_files(source.folder, folder)
-            entries = read_entries(source.folder, config.hf_overrides)
+            entries = entries_to_write(source, config)
             whole = all(each.whole_blocks for each in quantized)
             described = quantization_config(layers, ignored, whole_blocks=whole)
             entries["quantization_config"] = described

@@ -24,11 +24,11 @@ from vllm_module.export.units import (
     FILE_BYTES,
     CopiedTensor,
     WrittenUnit,
+    entries_to_write,
     opened,
     skipped_names,
     write_units,
 )
-from vllm_module.hf_config import read_entries
 from vllm_module.weights import Weight
 from vllm_module.weights.safetensors_writer import SafetensorsWriter, Stored
 
@@ -90,7 +90,7 @@ def merge(
         ]
         with new_folder(Path(os.path.expanduser(out))) as folder:
             copy_small_files(source.folder, folder)
-            entries = read_entries(source.folder, config.hf_overrides)
+            entries = entries_to_write(source, config)
             write_json(folder / "config.json", entries)
             written = write_units(folder, units, file_bytes, on_tensors)
         return Merged(plan.report, tuple(changes), checkpoint.bytes_read, written)

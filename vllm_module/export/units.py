@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from vllm_module.base.messages import printable
 from vllm_module.build.model_source import ModelSource
+from vllm_module.config import ModelConfig
 from vllm_module.core.plan import LoadPlan
 from vllm_module.distributed import tensor_parallel
 from vllm_module.errors import UnsupportedModelError
 from vllm_module.export.folder import write_json
-from vllm_module.hf_config import quantization_file
+from vllm_module.hf_config import quantization_file, read_entries
 from vllm_module.quantization import said_in
 from vllm_module.weights import Weight
 from vllm_module.weights.digests import DIGESTS, digests_file
@@ -59,6 +60,18 @@ def opened(source: ModelSource, verb: str) -> Iterator[OpenWeights]:
                 f"{printable(source.folder)} is a sharded state: {verb} the original checkpoint"
             )
         yield checkpoint
+
+
+def entries_to_write(source: ModelSource, config: ModelConfig) -> dict[str, Any]:
+    """Return the entries of the new ``config.json``: those that the source has, and a dtype.
+
+    Where config.json has none, a load takes that of the first tensor it can run in. In the new
+    files another one may be first, such as a scale.
+    """
+    entries = read_entries(source.folder, config.hf_overrides)
+    if not (source.config.dtype or source.config.torch_dtype):
+        entries["dtype"] = str(source.dtype).removeprefix("torch.")
+    return entries
 
 
 class WrittenUnit(Protocol):

@@ -165,10 +165,11 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
     """Open a checkpoint in Hugging Face's layout and check the headers of its files.
 
     ``folder`` is a folder or one file. In a folder, the files that an index names are opened
-    (``model.safetensors.index.json``, ``pytorch_model.bin.index.json``); without an index
-    ``model.safetensors`` or ``pytorch_model.bin``; without that every file of the format but those
-    of Mistral's second layout (``consolidated*``) and of a trainer's state. No tensor is read. A
-    file that is missing, damaged or does not match the index is a CheckpointFormatError.
+    (``model.safetensors.index.json``, ``pytorch_model.bin.index.json``); without an index, or with
+    one whose files are all gone, ``model.safetensors`` or ``pytorch_model.bin``; without that every
+    file of the format but those of Mistral's second layout (``consolidated*``) and of a trainer's
+    state. No tensor is read. A file that is missing, damaged or does not match the index is a
+    CheckpointFormatError.
 
     Args:
         folder: the folder or file.
@@ -189,8 +190,9 @@ def open_checkpoint(folder: str | Path, load_format: str = "auto") -> Checkpoint
         return _open_files(name, each, [path], None)  # named by the user: a link to anywhere
     if each.index is not None and is_there(path / each.index):
         names_in = read_index(path / each.index, each.suffixes)
-        paths = [path / file for file in sorted(names_in)]
-        return _open_files(name, each, paths, path, names_in)
+        if not each.is_left_over(names_in, LocalFiles(path).has):
+            paths = [path / file for file in sorted(names_in)]
+            return _open_files(name, each, paths, path, names_in)
     whole = each.whole is not None and is_there(path / each.whole)
     paths = [path / str(each.whole)] if whole else each.files(_listed(path))
     return _open_files(name, each, paths, path)

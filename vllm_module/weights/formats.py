@@ -49,6 +49,13 @@ class Files:
             return True
         return bool(self.files(map(Path, folder.names() or ())))
 
+    def is_left_over(self, indexed: Iterable[str], has: Callable[[str], bool]) -> bool:
+        """Return whether an index is of an earlier save: ``has`` no file of it, but ``whole``.
+
+        ``save_pretrained`` of transformers removes the files of one, and not the index itself.
+        """
+        return self.whole is not None and has(self.whole) and not any(map(has, indexed))
+
     def files(self, present: Iterable[Path]) -> list[Path]:
         """Return the files of this format among those in a folder."""
         present = list(present)
@@ -121,7 +128,10 @@ FORMATS: dict[str, Files | Unit] = {
     "pt": Files(
         "vllm_module.weights.pickled.torch_file:TorchFile",
         (".bin", ".pt"),
-        re.compile("consolidated|training_args|optimizer|scheduler|scaler|rng_state"),
+        re.compile(
+            "consolidated|training_args|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state"
+            r"|meta\.pt$"  # what Lightning writes beside the files of dcp
+        ),
         "pytorch_model.bin.index.json",
         "pytorch_model.bin",
     ),

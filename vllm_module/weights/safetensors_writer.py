@@ -83,7 +83,9 @@ class SafetensorsWriter:
         if self._digests is not None:
             self._digests[name] = digest_weight(tensor).hex
         if stored.nbytes:
-            values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            # A single element may have any stride, of which torch makes no bytes: hence unsqueeze.
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            values = flat.unsqueeze(-1).view(torch.uint8)
             _write_all(self._file.fileno(), values.numpy(), self._start + place)
 
     def __enter__(self) -> SafetensorsWriter:

@@ -215,7 +215,10 @@ def test_a_source_is_opened_again_elsewhere(server: Any) -> None:
 
 
 def test_a_single_file_without_an_index(server: Any, kind: Any, local: Any) -> None:
-    """``model.safetensors`` is found by name, and any other name where the store can list."""
+    """``model.safetensors`` is found by name, and any other name where the store can list.
+
+    So it can see that an index is of an earlier save, whose files are gone.
+    """
     folder = server.folder / "single"
     folder.mkdir(exist_ok=True)
     name = "model.safetensors" if kind.__name__ == "web" else "weights.safetensors"
@@ -236,6 +239,10 @@ def test_a_single_file_without_an_index(server: Any, kind: Any, local: Any) -> N
 
     server.fault = single
     assert before is not None
+    assert same(state(found), local[0][0])
+    (folder / name).rename(folder / "model.safetensors")
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert same(state(found), local[0][0])
 
 

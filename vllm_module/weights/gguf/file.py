@@ -59,7 +59,8 @@ class GGUFFile(WeightFile):
     @property
     def metadata(self) -> Mapping[str, Any]:
         """Keys and values of this file, or of the first part of a split file."""
-        return (self._first or self).header.metadata
+        # A part is false, as an empty mapping is, if it has no tensors.
+        return (self if self._first is None else self._first).header.metadata
 
     def _read_entries(self) -> None:
         self.header = read_gguf_header(self.path, self._bytes.size, self._bytes.read_bytes)

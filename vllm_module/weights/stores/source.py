@@ -175,10 +175,14 @@ class StoreSource:
     def _open_files(self, store: Store, name: str, format_: Files) -> StoredCheckpoint:
         index = self.folder / str(format_.index)
         names_in: dict[str, set[str]] | None = None
+        if self._named is None and is_there(index):
+            names_in = read_index(index, format_.suffixes)
+            there = self._listed  # where they were not listed, each would take a request
+            if there is not None and format_.is_left_over(names_in, there.__contains__):
+                names_in = None
         if self._named is not None:
             names = [self._named]
-        elif is_there(index):
-            names_in = read_index(index, format_.suffixes)
+        elif names_in is not None:
             names = sorted(names_in)
         elif (listed := self._list()) is None or format_.whole in listed:
             names = [str(format_.whole)]
