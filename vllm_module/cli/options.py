@@ -184,9 +184,10 @@ class PrecisionOptions(DTypeOptions):
             metavar="SCHEME",
             # The longest name has no comma, so that it is not broken in a narrow terminal.
             help=f"Quantize linear layers while loading: {_listed(SHORT_SCHEMES)} or "
-            "int8_per_channel_weight_only (fp8 is fp8_per_tensor). A quantized checkpoint needs no "
-            "option: its config.json names the format. For one, fp8, bitsandbytes, "
-            f"{_listed(FORMATS)} refuse any other format.",
+            "int8_per_channel_weight_only (fp8 is fp8_per_tensor). A quantized checkpoint is "
+            "loaded in the format that its config.json names, without this option: only that "
+            f"format's name may be given (fp8, bitsandbytes, {_listed(FORMATS)}), and any other "
+            "is refused.",
         ),
     ] = None
 
