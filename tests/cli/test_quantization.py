@@ -66,3 +66,23 @@ def test_a_scheme_that_does_not_exist_is_wrong_usage(run: Run, folder: Path) -> 
     result = run("load", folder, "--quantization", "fp4")
     assert result.code == 2
     assert "fp8_per_channel" in result.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "meant"),
+    [
+        ("--dtype", "bf16", "'bfloat16'"),
+        ("--dtype", "fp16", "'float16'"),
+        ("--quantization", "fp8_per_chanel", "'fp8_per_channel'"),
+        ("--dtype", "x", None),
+    ],
+)
+def test_a_value_that_is_no_choice_is_compared_with_the_choices(
+    run: Run, folder: Path, option: str, value: str, meant: str | None
+) -> None:
+    """The message begins with the value, and names the choice that is most like it."""
+    result = run("load", folder, option, value)
+    assert result.code == 2
+    assert result.err.startswith(f"error: Invalid value for '{option}': '{value}' is not one of ")
+    assert ("Did you mean" in result.err) == (meant is not None)
+    assert f"Did you mean {meant}?\n" in result.err or meant is None

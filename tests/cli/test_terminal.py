@@ -244,6 +244,32 @@ def test_a_full_disk_for_a_file_of_a_command(
     assert (done.code, done.err) == (1, FULL_FILE)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--html"),
+        ("plan", "--layout"),
+        ("load", "--trace"),
+        ("load", "--plot"),
+        ("digest", "--out"),
+        ("bench", "--plot"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_without_a_place_is_refused_before_any_work(
+    run: Run, tmp_path: Path, words: tuple[str, str]
+) -> None:
+    """A folder without a checkpoint does not come to be read."""
+    missing = tmp_path / "new" / "a.png"
+    done = run(words[0], tmp_path, words[1], missing)
+    assert (done.code, done.out) == (2, "")
+    assert f"{missing} cannot be written: there is no folder {missing.parent}; make" in done.err
+    assert f"value for {words[1]}: " in done.err
+    (tmp_path / "a.png").mkdir()
+    done = run(words[0], tmp_path, words[1], tmp_path / "a.png")
+    assert (done.code, "a.png is a folder: name a file in it" in done.err) == (2, True)
+
+
 def test_closed_streams_do_not_become_files() -> None:
     """No file that is opened later gets the number of a closed stream; closed input is empty."""
     code = (

@@ -511,7 +511,11 @@ def test_the_command_writes_it(
     assert "14 layers quantized" in text
     tied = json.loads((out / "b" / "config.json").read_text())["quantization_config"]
     assert "lm_head" in tied["ignore"]  # for readers that would look for its scales
-    assert run("convert", checkpoint("llama"), "--out", tmp_path / "c")[0] == 2
+    neither = run("convert", checkpoint("llama"), "--out", tmp_path / "c")
+    assert (neither[0], "give --quantization SCHEME or --adapter DIR" in neither[2]) == (2, True)
+    both = ("--quantization", "fp8", "--adapter", tmp_path)
+    code, _, error = run("convert", checkpoint("llama"), *both, "--out", tmp_path / "c")
+    assert (code, "give only one of --quantization and --adapter" in error) == (2, True)
     options = ("--quantization", "int4_per_group", "--group-size", 8, "--ignore", "o_proj")
     names = json.loads(
         run("convert", checkpoint("llama"), *options, "--out", tmp_path / "d", "--json")[1]

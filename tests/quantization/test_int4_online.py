@@ -206,7 +206,17 @@ def test_numbers_that_are_not_finite(number: float) -> None:
 @pytest.mark.parametrize(
     ("group", "size", "named"),
     [
-        (48, 1, ["self_attn.qkv_proj", "64 inputs", "48", "another group_size"]),
+        (
+            48,
+            1,
+            [
+                "self_attn.qkv_proj",
+                "64 inputs",
+                "48",
+                "another group_size",
+                "--group-size and --ignore",
+            ],
+        ),
         (128, 1, ["self_attn.qkv_proj", "64 inputs", "128", "ignore"]),
         (64, 4, ["self_attn.o_proj", "32 features", "128 in 4 parts", "scale group of 64"]),
     ],

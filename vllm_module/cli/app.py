@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable
 from typing import Annotated
 
@@ -116,9 +118,20 @@ def run(arguments: list[str]) -> int:
 
 def _show_usage_error(error: Exception) -> None:
     message = error.format_message()  # type: ignore[attr-defined]  # of click's class, or typer's
+    message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, by which typer reads
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         complain(message)
     elif is_first_rank():  # every rank has the same arguments
         hint = f"\nTry: {context.command_path} --help" if context else ""
-        complain(error_text(f"{message}{hint}"))
+        complain(error_text(f"{message}{_closest(message)}{hint}"))
+
+
+def _closest(message: str) -> str:
+    """Return a question about the choice that is most like the value that a message refuses."""
+    found = re.search(r"'([^']*)' is not one of (.*)", message, re.DOTALL)
+    if found is None:
+        return ""
+    # Half of the letters are enough: fp16 is to find float16.
+    close = difflib.get_close_matches(found[1][:200], re.findall(r"'([^']+)'", found[2]), 1, 0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""

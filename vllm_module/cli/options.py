@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_module.base.messages import printable
 from vllm_module.cli.choices import (
     FORMATS,
     SHORT_SCHEMES,
@@ -184,9 +186,10 @@ class PrecisionOptions(DTypeOptions):
             metavar="SCHEME",
             # The longest name has no comma, so that it is not broken in a narrow terminal.
             help=f"Quantize linear layers while loading: {_listed(SHORT_SCHEMES)} or "
-            "int8_per_channel_weight_only (fp8 is fp8_per_tensor). A quantized checkpoint needs no "
-            "option: its config.json names the format. For one, fp8, bitsandbytes, "
-            f"{_listed(FORMATS)} refuse any other format.",
+            "int8_per_channel_weight_only (fp8 is fp8_per_tensor). A quantized checkpoint is "
+            "loaded in the format that its config.json names, without this option: only that "
+            f"format's name may be given (fp8, bitsandbytes, {_listed(FORMATS)}), and any other "
+            "is refused.",
         ),
     ] = None
 
@@ -336,6 +339,22 @@ def check_out(out: Path) -> None:
         demand_free(out)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--out") from None
+
+
+def check_file(path: Path | None, option: str) -> None:
+    """Raise a usage error if a file that is written at the end has no place to be written to."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        problem = "is a folder: name a file in it"
+    elif not os.path.isdir(folder):
+        problem = f"cannot be written: there is no folder {printable(folder)}; make it first"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        problem = "cannot be written here: name another place"
+    else:
+        return
+    raise typer.BadParameter(f"{printable(path)} {problem}", param_hint=option)
 
 
 def model_config(

@@ -49,7 +49,8 @@ class OnlinePackedMethod(PackedMethod):
             if slot.size % self.group_size:
                 raise ShardingError(
                     f"{slot.label} of {slot.size} inputs is no number of whole groups of "
-                    f"{self.group_size}. Leave the layer out (ignore), or take another group_size"
+                    f"{self.group_size}. Take another group_size, or leave the layer out by ignore "
+                    "(QuantizationConfig, or --group-size and --ignore of vllm-module convert)"
                 )
         weight = PackedModelWeightParameter(
             layer.output,

@@ -22,6 +22,7 @@ from vllm_module.cli.options import (
     ModelOptions,
     PrecisionOptions,
     Source,
+    check_file,
 )
 from vllm_module.cli.output import (
     CommandError,
@@ -97,6 +98,8 @@ def bench(
     """
     if plot is not None:
         check_plot(plot)
+    if is_first_rank():
+        check_file(plot, "--plot")
     if is_first_rank() and not console(stderr=True).is_terminal:  # which has a bar
         announce(f"loading {printable(source)}")
     with serving(

@@ -74,7 +74,12 @@ def convert(
     """
     check_out(out)
     if (quantization is None) == (adapter is None):
-        raise UsageError("give either --quantization or --adapter: to do both, merge first")
+        raise UsageError(
+            "give --quantization SCHEME or --adapter DIR, whichever is to be done"
+            if quantization is None
+            else "give only one of --quantization and --adapter: to do both, merge the adapter "
+            "first, and quantize what that wrote"
+        )
     config = model_config(source, PrecisionOptions(quantization=quantization), model)
     if quantization is None and (ignore or group_size != 128):
         raise UsageError("--ignore and --group-size are for --quantization")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_module.base.messages import printable, printable_name
-from vllm_module.cli.options import JsonOption, WeightOptions
+from vllm_module.cli.options import JsonOption, WeightOptions, check_file
 from vllm_module.cli.output import (
     CommandError,
     by_number,
@@ -54,6 +54,7 @@ def digest(
     JSON keys: checkpoint; load_format (or null); digest (of all); tensors (name, dtype, shape,
     digest); different (names that digests.json has another digest of, or null without one).
     """
+    check_file(out, "--out")
     found, path = find_weights(source, weights)
     from vllm_module.weights.digests import (
         DIGESTS,

@@ -19,6 +19,7 @@ from vllm_module.cli.options import (
     PrecisionOptions,
     RankOptions,
     Source,
+    check_file,
     model_config,
     torch_device,
 )
@@ -117,6 +118,9 @@ def load(
     if plot is not None:
         check_plot(plot)
     hosts.start(context.find_root().obj, ranks, devices.timeout)
+    if is_first_rank():  # which writes them, perhaps on a host that has other folders
+        check_file(trace, "--trace")
+        check_file(plot, "--plot")
     with working("importing torch") if is_first_rank() else nullcontext():
         asked_device = torch_device(devices.device)
         # Imported here because usage errors and help need no torch.
