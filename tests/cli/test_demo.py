@@ -42,6 +42,10 @@ def test_the_demo_shows_and_checks_all_of_it(run: Run, tmp_path: Path) -> None:
     assert "unexpected 1: the model has no place for them" in out
     assert "Qwen3ForCausalLM cannot run: not loaded" in out
     assert "it was cut off" in out
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = re.findall(r"\$ make demo\n(.*?)```", readme, re.DOTALL)[0].splitlines()
+    masked = {re.sub(r"\d+", "0", line) for line in out.splitlines()}  # figures differ by machine
+    assert [line for line in shown if re.sub(r"\d+", "0", line) not in masked] == []
     assert "\x1b" not in out
     assert max(len(line) for line in out.splitlines() if "│" in line) <= 80
     # Other commands can use the folder that was kept, and the demo does not write to it again.
