@@ -55,7 +55,7 @@ def test_views_of_a_larger_tensor_are_written(tmp_path: Path) -> None:
     views = {
         "row": base[1:2, 2], "cell": base.T[2:3, 1:2], "scalar": base[2, 3],
         "columns": base[:, 1::2], "repeated": base[:1].expand(3, 4),
-        "one": base[0, 0].expand(1), "none": base[:0],
+        "one": base[0, 0].expand(1), "none": base[:0], "a" * 1024: base,
     }  # fmt: skip
     path = tmp_path / "u.safetensors"
     write_update(path, views, version="a", digests=True)
@@ -98,6 +98,8 @@ def test_what_a_trainer_may_not_write(tmp_path: Path) -> None:
         ([(NORM, some(3)), (f"steps/{NORM}", ONE)], {}, "comes twice"),
         ({"__metadata__": ONE}, {}, "__metadata__ cannot be the name of a tensor"),
         ({"a\udc80": ONE}, {}, "cannot be the name of a tensor"),
+        ({"a" * 1025: ONE}, {}, "cannot be the name of a tensor"),
+        ({"a" * 1018: some(3)}, {}, "cannot be the name of a tensor"),  # values/aaa...
         ({NORM: torch.ones(3, device="meta")}, {}, f"{NORM} cannot be written"),
         ({NORM: torch.eye(3).to_sparse()}, {}, f"{NORM} cannot be written"),
         ({NORM: ONE}, {"version": 3}, "should be text"),

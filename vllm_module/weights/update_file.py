@@ -25,7 +25,7 @@ from vllm_module.weights.changes import Changes
 from vllm_module.weights.digests import digest_weight, is_part
 from vllm_module.weights.formats import SAFETENSORS
 from vllm_module.weights.handle import Weight
-from vllm_module.weights.header import DAMAGED
+from vllm_module.weights.header import DAMAGED, MAX_NAME
 from vllm_module.weights.packing import GAPS, gaps, gaps_of, indices_of
 from vllm_module.weights.pairs import OpenWeights
 from vllm_module.weights.reading import read_all
@@ -91,6 +91,11 @@ def write_update(
             shapes[name] = list(weight.shape)
             steps = gaps(weight.indices).to(gaps_of(weight))
             of_name = dict(zip(_stored_names(name), (steps, weight.values), strict=True))
+        if max(map(len, of_name)) > MAX_NAME:
+            raise ValueError(
+                f"{printable_name(name)} cannot be the name of a tensor in a file, which has at "
+                f"most {MAX_NAME} characters"
+            )
         if seen & {name, *of_name}:
             raise ValueError(f"the tensor {printable_name(name)} comes twice")
         seen |= {name, *of_name}

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from vllm_module import ModelConfig
 from vllm_module.build.model_source import ModelSource
 from vllm_module.distributed import run_ranks
-from vllm_module.errors import WeightReadError
+from vllm_module.errors import CheckpointFormatError, WeightReadError
 from vllm_module.weights import open_checkpoint, source
 from vllm_module.weights.cut_rows import ByteRun
 from vllm_module.weights.source import Folder, find_source
@@ -214,36 +214,49 @@ def test_a_source_is_opened_again_elsewhere(server: Any) -> None:
     assert json.loads((again.folder / "config.json").read_text()) == CONFIG
 
 
-def test_a_single_file_without_an_index(server: Any, kind: Any, local: Any) -> None:
-    """``model.safetensors`` is found by name, and any other name where the store can list.
-
-    So it can see that an index is of an earlier save, whose files are gone.
-    """
-    folder = server.folder / "single"
-    folder.mkdir(exist_ok=True)
-    name = "model.safetensors" if kind.__name__ == "web" else "weights.safetensors"
-    with open_checkpoint(server.folder / "model") as whole:
-        save_file({key: handle.read() for key, handle in whole.items()}, folder / name)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    found = kind(server)
-    before = server.fault
+def of_folder(server: Any, kind: Any, folder: str) -> str:
+    """Return the URL of another folder."""
+    found: str = kind(server)
     if kind.__name__ == "web":
-        assert same(state(f"{server.url}/single"), local[0][0])
-        return
+        return f"{server.url}/{folder}"
 
-    def single(handler: Any) -> bool:
+    def answer(handler: Any) -> bool:
         if LIST in handler.path:
-            return listing(handler, "single")
-        handler.path = handler.path.replace("/bucket/folder", "/single")
+            return bool(listing(handler, folder))
+        handler.path = handler.path.replace("/bucket/folder", f"/{folder}")
         return False
 
-    server.fault = single
-    assert before is not None
-    assert same(state(found), local[0][0])
-    (folder / name).rename(folder / "model.safetensors")
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert same(state(found), local[0][0])
+    server.fault = answer
+    return found
+
+
+def write_whole(server: Any, folder: str, name: str) -> Path:
+    """Write the model as one file into another folder."""
+    written: Path = server.folder / folder
+    written.mkdir(exist_ok=True)
+    with open_checkpoint(server.folder / "model") as parts:
+        save_file({key: handle.read() for key, handle in parts.items()}, written / name)
+    (written / "config.json").write_text(json.dumps(CONFIG))
+    return written
+
+
+def test_a_single_file_without_an_index(server: Any, kind: Any, local: Any) -> None:
+    """``model.safetensors`` is found by name, and any other name where the store can list."""
+    name = "model.safetensors" if kind.__name__ == "web" else "weights.safetensors"
+    write_whole(server, "single", name)
+    assert same(state(of_folder(server, kind, "single")), local[0][0])
+
+
+def test_an_index_that_a_later_save_left_over(server: Any, kind: Any, local: Any) -> None:
+    """If its files are gone, ``model.safetensors`` is read, as from a local folder."""
+    parts, name = server.folder / "model", "model.safetensors.index.json"
+    folder = write_whole(server, f"again-{kind.__name__}", "model.safetensors")
+    (folder / name).write_text((parts / name).read_text())
+    url = of_folder(server, kind, folder.name)
+    assert same(state(url), local[0][0])
+    (folder / FILE).write_bytes((parts / FILE).read_bytes())
+    with pytest.raises(CheckpointFormatError, match=r"of-00002\.safetensors: .* no such file"):
+        state(url)
 
 
 def test_a_real_s3_server(server: Any, local: Any, monkeypatch: pytest.MonkeyPatch) -> None:

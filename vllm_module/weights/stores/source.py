@@ -175,20 +175,21 @@ class StoreSource:
     def _open_files(self, store: Store, name: str, format_: Files) -> StoredCheckpoint:
         index = self.folder / str(format_.index)
         names_in: dict[str, set[str]] | None = None
-        if self._named is None and is_there(index):
-            names_in = read_index(index, format_.suffixes)
-            there = self._listed  # where they were not listed, each would take a request
-            if there is not None and format_.is_left_over(names_in, there.__contains__):
-                names_in = None
         if self._named is not None:
             names = [self._named]
-        elif names_in is not None:
+        elif is_there(index):
+            names_in = read_index(index, format_.suffixes)
             names = sorted(names_in)
         elif (listed := self._list()) is None or format_.whole in listed:
             names = [str(format_.whole)]
         else:
             names = [path.name for path in format_.files(map(Path, sorted(listed)))]
-        files = store.together(partial(open_file, store, each, name) for each in names)
+        try:
+            files = store.together(partial(open_file, store, each, name) for each in names)
+        except CheckpointFormatError:
+            if names_in is None or not format_.is_left_over(names_in, store.has):
+                raise
+            names_in, files = None, [open_file(store, str(format_.whole), name)]
         for file, _ in files if names_in is not None else ():
             check_against_index(index, names_in or {}, file)
         if self.place.scheme == REPLICA:
