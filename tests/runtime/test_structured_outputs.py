@@ -164,6 +164,23 @@ def test_logprobs_are_those_of_the_model(llm: LLM, theirs: Any) -> None:
         assert entry[token].logprob == pytest.approx(logprobs[1 + place, token].item(), abs=1e-4)
 
 
+def test_a_text_that_must_follow_has_the_tokens_of_the_tokenizer(llm: LLM, folder: Path) -> None:
+    """Other tokens of the same text are not chosen, and without the tokenizer's the request ends.
+
+    They are those of the tokenizers package, which has a token for each character here.
+    """
+    encoded = FastTokenizer.from_file(str(folder / "tokenizer.json")).encode("aab").ids
+    assert len(encoded) == 3
+    params = following(regex="aab")
+    params.logit_bias = {TOKENS.index(text): 100.0 for text in ("aab", "ab")}
+    (output,) = llm.generate([{"prompt_token_ids": [1]}], params)
+    assert list(output.outputs[0].token_ids) == encoded
+    params.bad_words = ["b"]
+    (output,) = llm.generate([{"prompt_token_ids": [1]}], params)
+    assert output.error is not None
+    assert "leave no token to choose" in output.error
+
+
 def test_an_output_ends_where_nothing_may_follow(llm: LLM) -> None:
     """With the end token ignored or banned by min_tokens, a complete output still ends."""
     what = {"choice": ["ab"]}

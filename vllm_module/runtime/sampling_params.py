@@ -41,6 +41,10 @@ _Seed = BeforeValidator(lambda given: None if type(given) is int and given == -1
 class StructuredOutputsParams(Settings):
     """What the text of an output must be, under vLLM's names: exactly one of the five is given.
 
+    Where only one text may follow, its tokens are those of the tokenizer, and no other tokens of
+    the same text are chosen. So a request that bans one of them, by ``bad_words`` or
+    ``allowed_token_ids``, ends with an error there.
+
     Attributes:
         json: a JSON schema, as a mapping or as text.
         regex: a regular expression that the whole text matches, in the syntax of Rust's regex.
