@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,11 +37,16 @@ class Settings(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers know the arguments from the fields
 
-        def __init__(self, /, **given: Any) -> None:
+        def __init__(self, /, *positional: Any, **given: Any) -> None:
+            if positional:
+                raise TypeError(_by_name(type(self)))
             try:
                 super().__init__(**given)
             except ValidationError as error:
                 raise _refusal(type(self), error) from None
+
+        # What help() shows, and pydantic puts the settings into: none is taken by position.
+        __init__.__signature__ = signature(lambda self, /, **given: None)
 
         @classmethod
         def model_validate(cls, given: Any, **options: Any) -> Any:
@@ -49,6 +55,14 @@ class Settings(BaseModel):
                 return super().model_validate(given, **options)
             except ValidationError as error:
                 raise _refusal(cls, error) from None
+
+
+def _by_name(kind: type[BaseModel]) -> str:
+    """Return the text for values without a name, with the names that are needed."""
+    fields = kind.model_fields.items()
+    needed = [name for name, field in fields if field.is_required()] or [next(iter(fields))[0]]
+    shown = ", ".join(f"{name}=..." for name in needed)
+    return f"{kind.__name__} takes its settings by name: {kind.__name__}({shown})"
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ValueError:
