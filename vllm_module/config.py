@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,13 +17,12 @@ from pydantic import (
 )
 
 from vllm_module.base.load_formats import LoadFormat as LoadFormat
-from vllm_module.base.messages import shorten
+from vllm_module.base.messages import shorten, unknown_name
 
 if TYPE_CHECKING:
     import torch
 
 
-_MOST_NAME = 200  # characters of an unknown name that are compared with known ones
 _MOST_PROBLEMS = 64  # that an error tells; a list from a stranger may have one in each item
 
 
@@ -39,7 +36,8 @@ class Settings(BaseModel):
 
         def __init__(self, /, *positional: Any, **given: Any) -> None:
             if positional:
-                raise TypeError(_by_name(type(self)))
+                kind, first = type(self).__name__, next(iter(type(self).model_fields))
+                raise TypeError(f"{kind} takes its settings by name: {kind}({first}=...)")
             try:
                 super().__init__(**given)
             except ValidationError as error:
@@ -55,14 +53,6 @@ class Settings(BaseModel):
                 return super().model_validate(given, **options)
             except ValidationError as error:
                 raise _refusal(cls, error) from None
-
-
-def _by_name(kind: type[BaseModel]) -> str:
-    """Return the text for values without a name, with the names that are needed."""
-    fields = kind.model_fields.items()
-    needed = [name for name, field in fields if field.is_required()] or [next(iter(fields))[0]]
-    shown = ", ".join(f"{name}=..." for name in needed)
-    return f"{kind.__name__} takes its settings by name: {kind.__name__}({shown})"
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ValueError:
@@ -95,12 +85,6 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ValueError:
         if not any(other.startswith(f"{name}[") for other, _ in wanted)
     ]
     return ValueError("\n".join(lines))
-
-
-def unknown_name(name: str, known: Collection[str]) -> str:
-    """Return the text for an unknown argument, with the closest known name."""
-    close = difflib.get_close_matches(name[:_MOST_NAME], known, 1)
-    return f"has no argument {shorten(name)}" + (f": did you mean {close[0]!r}?" if close else "")
 
 
 # Strict: True is no number of tokens, and "5" neither.
