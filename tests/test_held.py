@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from vllm_module import vLLMModule
-from vllm_module.build.held import held_tensors, load_held
-from vllm_module.errors import WeightLoadError
-from vllm_module.layers import MergedColumnParallelLinear
+from vllm_module.build.held import held_tensors, load_from, load_held, plan_from
+from vllm_module.errors import MissingWeightError, WeightLoadError
+from vllm_module.layers import MergedColumnParallelLinear, ParallelLMHead
+from vllm_module.models.llama import LlamaConfig, LlamaForCausalLM
+from vllm_module.testing import random_weights
 
 
 class Held(vLLMModule):
@@ -80,3 +82,36 @@ def test_each_tensor_is_needed_and_no_other(path: str) -> None:
     assert caught.value.report is not None
     assert [problem.name for problem in caught.value.report.missing] == [path]
     assert [problem.name for problem in caught.value.report.unexpected] == ["other." + path]
+
+
+class Untied(LlamaForCausalLM):
+    """It has forgotten that its head may be the embedding."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+
+
+def test_a_head_that_was_not_tied_is_named() -> None:
+    """The refusal for a head that no tied checkpoint has says which call the model lacks."""
+    config = LlamaConfig(
+        architectures=["Untied"],
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
+    weights = random_weights(LlamaForCausalLM(config).expected_weights())
+    hint = r"Untied does not tie its head: .*give the embedding to lm_head\.tie_weights"
+    with pytest.raises(MissingWeightError, match=hint):
+        load_from(Untied(config), weights)
+    assert "lm_head.tie_weights" in plan_from(Untied(config), weights).report.advice
+    del weights["model.norm.weight"]
+    with pytest.raises(MissingWeightError) as refused:
+        load_from(Untied(config), weights)
+    assert "tie_weights" not in str(refused.value)

@@ -108,10 +108,10 @@ def test_every_format_of_the_same_weights_loads_the_same_bits(folder: Path) -> N
     [
         (
             "safetensors",
-            r"holds no \*\.safetensors file; there is config\.json, notes\.txt\. check",
+            r"holds no \*\.safetensors file; there is config\.json, notes\.txt\. Check",
         ),
-        ("pt", r"holds no \*\.bin or \*\.pt file; there is config\.json, notes\.txt\. check"),
-        ("npcache", r"holds no \*\.bin or \*\.pt file; there is config\.json, notes\.txt\. check"),
+        ("pt", r"holds no \*\.bin or \*\.pt file; there is config\.json, notes\.txt\. Check"),
+        ("npcache", r"holds no \*\.bin or \*\.pt file; there is config\.json, notes\.txt\. Check"),
         ("auto", r"holds no .*\*\.safetensors or \*\.bin or \*\.pt .*there is config\.json, notes"),
         ("layered", r"holds no .*\*\.safetensors or \*\.bin or \*\.pt .*is config\.json, notes"),
     ],
@@ -120,6 +120,15 @@ def test_a_format_that_is_not_there_is_refused(asked: str, message: str, folder:
     """The refusal lists what there is."""
     (folder / SAFE).unlink()
     (folder / BIN).rename(folder / "notes.txt")
+    with pytest.raises(CheckpointFormatError, match=message):
+        open_checkpoint(folder, asked)
+
+
+@pytest.mark.parametrize("asked", ["gguf", "mistral", "dcp", "pt"])
+def test_a_folder_of_another_format_is_refused_by_that_format(asked: str, folder: Path) -> None:
+    """The refusal says what to ask for; nothing has to be downloaded again."""
+    (folder / BIN).unlink()
+    message = f"no weights of load_format '{asked}', but of 'safetensors': ask for that, or for 'a"
     with pytest.raises(CheckpointFormatError, match=message):
         open_checkpoint(folder, asked)
 

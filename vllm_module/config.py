@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,13 +17,12 @@ from pydantic import (
 )
 
 from vllm_module.base.load_formats import LoadFormat as LoadFormat
-from vllm_module.base.messages import shorten
+from vllm_module.base.messages import shorten, unknown_name
 
 if TYPE_CHECKING:
     import torch
 
 
-_MOST_NAME = 200  # characters of an unknown name that are compared with known ones
 _MOST_PROBLEMS = 64  # that an error tells; a list from a stranger may have one in each item
 
 
@@ -36,11 +34,17 @@ class Settings(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers know the arguments from the fields
 
-        def __init__(self, /, **given: Any) -> None:
+        def __init__(self, /, *positional: Any, **given: Any) -> None:
+            if positional:
+                kind, first = type(self).__name__, next(iter(type(self).model_fields))
+                raise TypeError(f"{kind} takes its settings by name: {kind}({first}=...)")
             try:
                 super().__init__(**given)
             except ValidationError as error:
                 raise _refusal(type(self), error) from None
+
+        # What help() shows, and pydantic puts the settings into: none is taken by position.
+        __init__.__signature__ = signature(lambda self, /, **given: None)
 
         @classmethod
         def model_validate(cls, given: Any, **options: Any) -> Any:
@@ -81,12 +85,6 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ValueError:
         if not any(other.startswith(f"{name}[") for other, _ in wanted)
     ]
     return ValueError("\n".join(lines))
-
-
-def unknown_name(name: str, known: Collection[str]) -> str:
-    """Return the text for an unknown argument, with the closest known name."""
-    close = difflib.get_close_matches(name[:_MOST_NAME], known, 1)
-    return f"has no argument {shorten(name)}" + (f": did you mean {close[0]!r}?" if close else "")
 
 
 # Strict: True is no number of tokens, and "5" neither.

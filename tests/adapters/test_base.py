@@ -17,7 +17,7 @@ from vllm_module.adapters import adapter_config
 from vllm_module.adapters import check_base as check_base_of
 from vllm_module.build.model_source import ModelSource
 from vllm_module.cli import main
-from vllm_module.errors import UnsupportedModelError
+from vllm_module.errors import UnsupportedModelError, WeightLoadError
 from vllm_module.export.merged import merge
 from vllm_module.weights.digests import DIGESTS, digest_of_all, digests_file
 
@@ -157,3 +157,21 @@ def test_only_the_digests_of_one_whole_checkpoint_tell(tmp_path: Path) -> None:
             continue
         with pytest.raises(UnsupportedModelError, match=r"no digests\.json of a whole checkpoint"):
             check_base_of(adapter_config(settings, "file"), tmp_path, None)
+
+
+def test_a_refusal_by_shapes_says_what_the_adapter_was_made_for(
+    tuned: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """A folder's name tells nothing beforehand, and another size of the model is a likely cause."""
+    one, adapter = tuned("llama"), tmp_path / "adapter"
+    shutil.copytree(one.adapter, adapter)
+    entries = json.loads((adapter / "adapter_config.json").read_text())
+    entries["base_model_name_or_path"] = "org/larger"
+    (adapter / "adapter_config.json").write_text(json.dumps(entries))
+    weights = load_file(adapter / "adapter_model.safetensors")
+    wider = {n: w.repeat(1, 2) if "lora_A" in n else w for n, w in weights.items()}
+    save_file(wider, adapter / "adapter_model.safetensors")
+    with LLM(str(one.base), device="cpu", dtype="float32", kv_cache_memory_bytes=2**22) as llm:
+        said = "The adapter was made for org/larger: is this that model"
+        with pytest.raises(WeightLoadError, match=said):
+            llm.load_adapter("a", adapter)

@@ -167,6 +167,7 @@ def test_a_checkpoint_without_a_template_is_refused(run: Run, with_text: Path) -
     result = run("chat", with_text)
     assert (result.code, result.out) == (1, "")
     assert "has no chat template" in result.err
+    assert "save the model's as chat_template.jinja beside config.json" in result.err
 
 
 @pytest.mark.parametrize(

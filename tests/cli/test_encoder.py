@@ -31,7 +31,7 @@ def test_a_plan_has_no_cache(run: Run, encoder: Path) -> None:
     (rank,) = run("plan", encoder, "--memory", "1GiB", "--json").json["ranks"]
     assert rank["needed_bytes"] == rank["device_bytes"]
     assert rank["kv_cache_tokens"] is None
-    result = run("plan", encoder, "--memory", "1000")
+    result = run("plan", encoder, "--memory", "1000B")
     assert result.code == 1
     assert result.err.splitlines()[1].endswith("for weights")
 

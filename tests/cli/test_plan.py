@@ -271,7 +271,13 @@ def test_what_does_not_fit(run: Run, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("80GiB", 80 << 30), ("24 gb", 24 * 10**9), ("1.5MB", 1_500_000), ("7", 7), ("7 bytes", 7)],
+    [
+        ("80GiB", 80 << 30),
+        ("24 gb", 24 * 10**9),
+        ("1.5MB", 1_500_000),
+        ("7000000", 7000000),
+        ("7 bytes", 7),
+    ],
 )
 def test_sizes_of_memory(text: str, nbytes: int) -> None:
     """Decimal and binary units are accepted in any case; a number alone is bytes."""
@@ -284,6 +290,14 @@ def test_other_sizes_are_wrong_usage(run: Run, folder: Path, text: str) -> None:
     result = run("plan", folder, f"--memory={text}")
     assert (result.code, result.out) == (2, "")
     assert "is not a size such as 80GiB" in result.err
+
+
+def test_a_small_number_without_a_unit_is_wrong_usage(run: Run, folder: Path) -> None:
+    """--memory 80 is no device of 80 bytes; 80B is one."""
+    result = run("plan", folder, "--memory", "80")
+    assert (result.code, result.out) == (2, "")
+    assert "write 80GB or 80GiB, or 80B if you mean bytes" in result.err
+    assert run("plan", folder, "--memory", "80B").code == 1
 
 
 def test_predicted_memory(run: Run, folder: Path) -> None:

@@ -185,6 +185,7 @@ def test_a_target_that_is_nowhere_is_refused(target: str) -> None:
         {"overrides": {"model.norm": CHANNEL}},
         {"overrides": {"re:.*embed_tokens": CHANNEL}},
         {"ignore": ("re:.*qkv_proj",)},
+        {"ignore": ("lm_head", "")},
         {"overrides": {"down_proj": CHANNEL}, "ignore": ("layers.0.mlp.down_proj",)},
         {"ignore": (), "overrides": {"re:lm_head": CHANNEL}},
     ],

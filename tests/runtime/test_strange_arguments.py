@@ -361,3 +361,16 @@ def test_entries_that_do_not_go_together(one: str, other: str) -> None:
             EngineConfig(**given)
     elif one not in NOT_TOGETHER.get(other, ()):
         EngineConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (ModelConfig, "ModelConfig(model=...)"),
+        (LoadConfig, "LoadConfig(load_format=...)"),
+    ],
+)
+def test_values_without_a_name_are_refused_with_the_names(call: Any, named: str) -> None:
+    """The names are those that the signature asks for."""
+    with pytest.raises(TypeError, match=rf"takes its settings by name: {re.escape(named)}$"):
+        call("ckpt")

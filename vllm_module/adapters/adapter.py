@@ -20,6 +20,7 @@ from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
 from vllm_module.adapters.files import refuse_infinite, warn_of_left_out, warn_of_unnamed
 from vllm_module.adapters.spellings import spellings
+from vllm_module.base.messages import printable_name
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
 from vllm_module.core.plan import LoadPlan
@@ -334,6 +335,8 @@ class Adapter(AdapterModule):
 
     def _refuse(self, report: LoadReport) -> None:
         report.unexpected[:] = self._explained(report.unexpected)
+        if base := self.config.base_model_name_or_path:
+            report.advice = f"The adapter was made for {printable_name(base)}: is this that model?"
         report.raise_if_refused(f"An adapter of {type(self.base[0]).__name__}", touched=False)
 
     def _place(self, fills: Sequence[Fill], *, elsewhere: bool) -> None:

@@ -5,7 +5,9 @@ Names and values are shortened and escaped, so that text from a file cannot rewr
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection
 from importlib import metadata
 from os import PathLike, fspath, sep
 from reprlib import Repr
@@ -66,6 +68,12 @@ def without_secrets(text: str) -> str:
 def printable_name(name: str) -> str:
     """Return a name as :func:`printable` does, cut to about 200 characters."""
     return _cut(printable(name[: _MOST + 1]))
+
+
+def unknown_name(name: str, known: Collection[str]) -> str:
+    """Return the text for an unknown argument, with the closest known name."""
+    close = difflib.get_close_matches(name[:_MOST], known, 1)
+    return f"has no argument {shorten(name)}" + (f": did you mean {close[0]!r}?" if close else "")
 
 
 def describe_error(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from vllm_module.core.run import OpenReader, Reader, execute, loading
 from vllm_module.core.tree import Node, held_locations
 from vllm_module.distributed import tensor_parallel_group
 from vllm_module.errors import ShardingError, WeightLoadError
+from vllm_module.layers import ParallelLMHead
 from vllm_module.parameters import BasevLLMParameter
 from vllm_module.weights import Checkpoint, Readers, Weight
 from vllm_module.weights.sharded_state import ShardedState
@@ -74,11 +75,24 @@ def load_from(
             ):
                 model.load_weights(pairs)  # overrides expect pairs
         except WeightLoadError as error:
-            if error.report is not None and (advice := _lacking(weights, error.report)):
+            if error.report is not None and (advice := _advice(model, weights, error.report)):
                 error.args = (f"{error} {advice}",)
             raise
     if model.keep_digests and model.load_report is not None:
         model.load_report.digests = model.digest(*layouts)
+
+
+def _advice(model: vLLMModule, weights: Mapping[str, Weight], report: LoadReport) -> str:
+    """Return a sentence on the likely cause of what is missing, or ""."""
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        missing = [name for name, _ in report.missing]
+        for path, each in model.named_modules() if len(missing) == 1 else ():
+            if isinstance(each, ParallelLMHead) and missing == [f"{path}.weight"]:
+                return (
+                    f"config.json has tie_word_embeddings, and {type(model).__name__} does not tie "
+                    f"its head: in its __init__, give the embedding to {path}.tie_weights()."
+                )
+    return _lacking(weights, report)
 
 
 def _lacking(weights: Mapping[str, Weight], report: LoadReport) -> str:
@@ -116,7 +130,7 @@ def plan_from(model: vLLMModule, weights: Mapping[str, Weight]) -> LoadPlan:
     own = own_tensors(model, weights)
     if not isinstance(weights, ShardedState):
         plan = model.plan_weights(own)
-        plan.report.advice = _lacking(weights, plan.report)
+        plan.report.advice = _advice(model, weights, plan.report)
         return plan
     return plan_held(model, own)
 

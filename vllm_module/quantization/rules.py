@@ -322,7 +322,8 @@ def _demand_effect(model: vLLMModule, rules: Rules, used: set[str], others: Iter
     schemes = dict(rules.rules)
     for target in rules.demanded:
         ignored = schemes[target] is None and any(matches(target, name) for name in others)
-        if target not in used and not ignored:
+        # Without a name, it stands for no rule among those that are used.
+        if not target or (target not in used and not ignored):
             raise UnsupportedModelError(
                 f"quantization: {target!r} has no effect on {type(model).__name__}: name layers as "
                 "the checkpoint does, also those that are fused here, or write re: and a regular "

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from vllm_module.base.messages import shorten
-from vllm_module.config import unknown_name
+from vllm_module.base.messages import shorten, unknown_name
 
 # Values that ask for what happens here anyway; ... stands for any value. None is always accepted.
 Accepted = Mapping[str, tuple[Any, ...]]

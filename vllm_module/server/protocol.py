@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from vllm_module.base.messages import shorten
-from vllm_module.config import Settings, unknown_name
+from vllm_module.base.messages import shorten, unknown_name
+from vllm_module.config import Settings
 from vllm_module.server.errors import ApiError, field_error
 
 _Body = TypeVar("_Body", bound="Body")

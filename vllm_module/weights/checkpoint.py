@@ -229,13 +229,18 @@ def _nothing_to_open(path: Path, load_format: str, formats: list[str]) -> Checkp
         return CheckpointFormatError(
             f"{where} is not a {' or '.join(suffixes)} file, the formats that are read; convert it"
         )
+    if (other := format_of(path)) is not None:
+        return CheckpointFormatError(
+            f"{where} has no weights of load_format {load_format!r}, but of {other!r}: ask for "
+            "that, or for 'auto'"
+        )
     present = _listed(path)
     unsupported = [each.name for each in present if each.suffix in UNSUPPORTED]
     advice = (
         f"{printable(unsupported[0])} is in a format that is not supported; convert it to "
         "safetensors"
         if unsupported
-        else "check the path, or download the checkpoint again"
+        else "Check the path, or download the checkpoint again"
     )
     wanted = " or ".join(pattern for name in formats for pattern in FORMATS[name].patterns)
     names = ", ".join(printable(each.name) for each in present[:20]) or "nothing"

@@ -262,6 +262,7 @@ def plan_ranks(
     return ModelPlan(source, nbytes, ranks, tokens, cache_dtype, tp_size, ep_size, stage=place)
 
 
+_FEWEST = 10**4  # of bytes without a unit: fewer are meant as GB
 _UNITS = {"": 1, "b": 1, "bytes": 1}
 _UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", 1)}
 _UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)}
@@ -274,6 +275,12 @@ def parse_size(text: str) -> int:
     if not nbytes < 2**63:
         raise typer.BadParameter(
             f"{printable_lines(text)!r} is not a size such as 80GiB, 24GB or 1000000000",
+            param_hint="--memory",
+        )
+    if match is not None and not match[2] and nbytes < _FEWEST:
+        raise typer.BadParameter(
+            f"{match[1]} without a unit is a number of bytes: write {match[1]}GB or {match[1]}GiB, "
+            f"or {match[1]}B if you mean bytes",
             param_hint="--memory",
         )
     return int(nbytes)

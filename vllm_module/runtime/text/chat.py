@@ -220,7 +220,8 @@ class ChatTemplate:
                 "choose one by LLM(chat_template=)"
                 if others
                 else "no chat template, neither chat_template.jinja nor an entry of "
-                "tokenizer_config.json: use generate() with prompts that are formatted already"
+                "tokenizer_config.json: save the model's as chat_template.jinja beside "
+                "config.json, or generate from prompts that are formatted already"
             )
         )
 
