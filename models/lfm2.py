@@ -31,6 +31,7 @@ class Lfm2Config(LlamaConfig):
         "intermediate_size": "block_ff_dim", "rms_norm_eps": "norm_eps",
         "tie_word_embeddings": "tie_embedding", "conv_kernel": "conv_L_cache",
     }  # fmt: skip
+    kinds: ClassVar[tuple[str, ...]] = "conv", "full_attention"
 
     intermediate_size: Size = 12288
     rms_norm_eps: Positive = 1e-5
@@ -61,12 +62,12 @@ class Lfm2Config(LlamaConfig):
         if self.layer_types is None:
             return self.full_attn_idxs is None or layer in self.full_attn_idxs
         kind = self.layer_types[layer] if layer < len(self.layer_types) else None
-        if kind not in ("conv", "full_attention"):
+        if kind not in self.kinds:
             raise UnsupportedModelError(
-                f"layer_types has {kind!r} for layer {layer}: expected conv or full_attention for "
-                f"each of the {self.num_hidden_layers} layers"
+                f"layer_types has {kind!r} for layer {layer}: expected {' or '.join(self.kinds)} "
+                f"for each of the {self.num_hidden_layers} layers"
             )
-        return kind == "full_attention"
+        return kind != "conv"
 
 
 class Lfm2ShortConv(RecurrentLayer):
@@ -107,13 +108,14 @@ class Lfm2MLP(LlamaMLP):
 
 class Lfm2DecoderLayer(vLLMModule):
     sole_readers = {"operator_norm": ("conv", "self_attn"), "ffn_norm": "feed_forward"}
+    attention_class: Any = Lfm2Attention
 
     def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layer_idx: int) -> None:
         super().__init__()
         self.operator_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn: Lfm2Attention | None = None
+        self.self_attn: nn.Module | None = None
         if config.attends(layer_idx):
-            self.self_attn = Lfm2Attention(config, rotary_emb, layer_idx)
+            self.self_attn = self.attention_class(config, rotary_emb, layer_idx)
         else:
             self.conv = Lfm2ShortConv(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -146,6 +146,16 @@ LFM2 = {
     "layer_types": ["conv", "full_attention", "conv"],
     "conv_bias": True,
 }
+LFM3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+    "head_dim": 16,
+    "conv_bias": True,
+    "conv_L_cache": 7,
+    "attention_bias": True,
+    "sliding_window": 4,
+    "pad_token_id": None,
+}
 OLMO_HYBRID = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -363,6 +373,14 @@ CONFIGS = {
     "qwen3.5": config_of("qwen3_5_text", **QWEN3_5),
     "qwen3.5-moe": config_of("qwen3_5_moe_text", **QWEN3_5, **QWEN3_5_EXPERTS),
     "lfm2": config_of("lfm2", **LFM2),
+    "lfm3": config_of("lfm3", **LFM3),
+    "lfm3-plain-tied": config_of(
+        "lfm3",
+        **LFM3,
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+        tie_word_embeddings=True,
+    ),
     "lfm2-moe": config_of(
         "lfm2_moe", **LFM2, num_dense_layers=1, num_experts=5, moe_intermediate_size=24
     ),

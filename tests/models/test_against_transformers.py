@@ -39,6 +39,8 @@ SHARDED = (
     "granite-4-dense-rope-tied",
     "lfm2",
     "lfm2-moe",
+    "lfm3",
+    "lfm3-plain-tied",
     "llama",
     "llama-tied-biases",
     "mistral-window",

@@ -41,6 +41,7 @@ ALIKE = (
     "granite-4",
     "granite-tied-biases-one-kv-head",
     "lfm2-moe",
+    "lfm3",
     "mistral",
     "mixtral",
     "nemotron-h",

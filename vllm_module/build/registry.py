@@ -65,6 +65,7 @@ _OURS = {
     "Lfm2ForCausalLM": "vllm_module.models.lfm2:Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM": "vllm_module.models.lfm2_moe:Lfm2MoeForCausalLM",
     "Lfm2VlForConditionalGeneration": "vllm_module.models.lfm2_vl:Lfm2VlForConditionalGeneration",
+    "Lfm3ForCausalLM": "vllm_module.models.lfm3:Lfm3ForCausalLM",
     "LlamaForCausalLM": "vllm_module.models.llama:LlamaForCausalLM",
     "Mamba2ForCausalLM": "vllm_module.models.mamba2:Mamba2ForCausalLM",
     "MistralForCausalLM": "vllm_module.models.llama:MistralForCausalLM",

@@ -217,6 +217,17 @@ _ARCHITECTURES: Mapping[str, Mapping[str, st.SearchStrategy[Any]]] = {
         "use_expert_bias": st.booleans(),
     },
     "Lfm2VlForConditionalGeneration": _SHORT_CONV,
+    "Lfm3ForCausalLM": {
+        **_SHORT_CONV,
+        "layer_types": st.lists(
+            st.sampled_from(["conv", "full_attention", "sliding_attention"]), min_size=2, max_size=2
+        ),
+        "attention_bias": st.booleans(),
+        "head_dim": st.sampled_from([4, 8]),
+        "sliding_window": st.integers(1, 4),
+        "use_sandwich_norm": st.booleans(),
+        "use_attention_gate": st.booleans(),
+    },
     "LlamaForCausalLM": {
         "attention_bias": st.booleans(),
         "mlp_bias": st.booleans(),
