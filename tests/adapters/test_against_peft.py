@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vllm_module import QuantizationConfig
 from vllm_module.adapters import attach, detach, open_adapter
 from vllm_module.distributed import pipeline_parallel, run_ranks
 from vllm_module.errors import UnsupportedModelError, WeightLoadError
@@ -153,6 +154,12 @@ def test_copies_of_embeddings_that_have_no_adapter(tmp_path: Path, tied: bool, p
     name = next((name for name in stored if name.endswith(f".{part}.weight")), None)
     assert name is not None
     assert_as_peft(Tuned(tmp_path / "base", folder, ids, base_logits, logits), 2)
+    path = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}[part]
+    for scheme in () if tied else ("fp8_per_channel", "int4_per_group"):
+        asked = QuantizationConfig(scheme=scheme, overrides={path: scheme}, group_size=8)
+        quantized = load_base(tmp_path / "base", quantization=asked)
+        with pytest.raises(WeightLoadError, match="another one than the base model's"):
+            load_adapter(quantized, folder)
     changed = stored | {name: stored[name] + 1}
     save_file(changed, folder / "adapter_model.safetensors")
     with pytest.raises(WeightLoadError, match="another one than the base model's"):

@@ -188,6 +188,11 @@ def test_a_reader_quantizes_what_it_gets(
     """Values and scales are those of a load from the folder, whatever ranks serve the weights."""
     with engine(quantizable, quantization=scheme) as llm:
         expected = llm.digest()
+        first = (
+            r"layers\.0\.self_attn\.qkv_proj( is|\.weight\S* is) quantized, and an engine serves"
+        )
+        with pytest.raises(UnsupportedModelError, match=first):
+            llm.serve_weights(token=TOKEN)
     with (
         engine(quantizable, tensor_parallel_size=ranks) as llm,
         llm.serve_weights(token=TOKEN) as server,

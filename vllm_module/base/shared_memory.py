@@ -43,8 +43,8 @@ class OfferedMemory:
         self.offer: Offer | None = None
         with suppress(OSError, AttributeError):
             self._descriptor = os.memfd_create("vllm-module")
-            os.ftruncate(self._descriptor, nbytes)
             token = secrets.token_bytes(TOKEN_BYTES)
+            # The memory becomes as long as this is far in it.
             os.pwrite(self._descriptor, token, nbytes - TOKEN_BYTES)
             self.offer = Offer(host_name(), os.getpid(), self._descriptor, token)
 

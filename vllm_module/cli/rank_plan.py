@@ -140,10 +140,12 @@ class RankPlan:
         return self.device_bytes + max(self.quantizing_bytes, cached)
 
     def kv_cache_tokens(self, memory: int) -> int:
-        """Return how many tokens of one sequence fit into ``memory`` beside the parameters."""
+        """Return how many tokens of one sequence fit into ``memory`` beside the parameters.
+
+        The rank has layers with a KV cache.
+        """
         left = memory - self.device_bytes - self.state_bytes
-        pages = max(0, left) // max(1, self.kv_page_bytes)
-        return pages * PAGE_SIZE
+        return max(0, left) // self.kv_page_bytes * PAGE_SIZE
 
 
 def plan_ranks(
