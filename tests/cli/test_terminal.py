@@ -270,6 +270,21 @@ def test_a_file_without_a_place_is_refused_before_any_work(
     assert (done.code, "a.png is a folder: name a file in it" in done.err) == (2, True)
 
 
+@pytest.mark.parametrize(("command", "option"), [("plan", "--html"), ("digest", "--out")])
+def test_a_file_in_the_home_folder(
+    run: Run,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    option: str,
+) -> None:
+    """A shell leaves the ~ of --html=~/plan.html; it is the home folder, as for a checkpoint."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(command, folder, f"{option}=~/a").code == 0
+    assert (tmp_path / "a").is_file()
+
+
 def test_closed_streams_do_not_become_files() -> None:
     """No file that is opened later gets the number of a closed stream; closed input is empty."""
     code = (

@@ -341,10 +341,14 @@ def check_out(out: Path) -> None:
         raise typer.BadParameter(str(error), param_hint="--out") from None
 
 
-def check_file(path: Path | None, option: str) -> None:
-    """Raise a usage error if a file that is written at the end has no place to be written to."""
+def check_file(path: Path | None, option: str) -> Path | None:
+    """Return the path of a file that is written at the end, with the folder that ``~`` stands for.
+
+    Raises a usage error if it has no place to be written to.
+    """
     if path is None:
-        return
+        return None
+    path = Path(os.path.expanduser(path))  # a shell leaves --plot=~/a.png as it is
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         problem = "is a folder: name a file in it"
@@ -353,7 +357,7 @@ def check_file(path: Path | None, option: str) -> None:
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
         problem = "cannot be written here: name another place"
     else:
-        return
+        return path
     raise typer.BadParameter(f"{printable(path)} {problem}", param_hint=option)
 
 
