@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from vllm_module.config import ModelConfig
 
+EMPTY = "it is empty: is a variable of the shell unset?"
 TIMEOUT = 1800.0  # as in LoadConfig, which help does not import
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's copy of it
 
@@ -43,8 +44,10 @@ def _listed(choices: Iterable[Enum]) -> str:
 def _there(source: str) -> str:
     """Return a path that is there, or what is no path; before torch is imported, which takes long.
 
-    Raises ``CheckpointFormatError`` for a path without a file or folder.
+    Raises ``CheckpointFormatError`` for a path without a file or folder, and a usage error for "".
     """
+    if not source:  # pathlib's name of the current folder
+        raise typer.BadParameter(EMPTY)
     from vllm_module.weights.source import local_path
 
     if "://" not in source:
@@ -336,7 +339,7 @@ def check_out(out: Path) -> None:
     from vllm_module.export.folder import demand_free
 
     try:
-        demand_free(out)
+        demand_free(Path(os.path.expanduser(out)))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--out") from None
 
