@@ -76,6 +76,25 @@ def test_wrong_usage_is_2(run: Run, folder: Path) -> None:
         assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--tp", "x", "a valid integer"),
+        ("--tp", "0", "greater than or equal to 1"),
+        ("--timeout", "x", "a valid number"),
+    ],
+)
+def test_a_number_that_is_none_is_said_to_be_so(
+    run: Run, folder: Path, option: str, value: str, wanted: str
+) -> None:
+    """The words are those of the other options, and not of the library that reads them."""
+    result = run("load", folder, option, value)
+    assert result.code == 2
+    assert result.err.splitlines()[0] == (
+        f"error: Invalid value for '{option}': should be {wanted}"
+    )
+
+
 @pytest.mark.parametrize("command", ["plan", "load", "generate", "bench", "demo"])
 def test_checkpoints_that_cannot_be_used_are_1(
     run: Run, edited: Callable[..., Path], tmp_path: Path, command: str

@@ -270,6 +270,33 @@ def test_a_file_without_a_place_is_refused_before_any_work(
     assert (done.code, "a.png is a folder: name a file in it" in done.err) == (2, True)
 
 
+@pytest.mark.parametrize(("command", "option"), [("plan", "--html"), ("digest", "--out")])
+def test_a_file_in_the_home_folder(
+    run: Run,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    option: str,
+) -> None:
+    """A shell leaves the ~ of --html=~/plan.html; it is the home folder, as for a checkpoint."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(command, folder, f"{option}=~/a").code == 0
+    assert (tmp_path / "a").is_file()
+
+
+@pytest.mark.parametrize("command", ["inspect", "digest", "plan", "load"])
+def test_an_empty_checkpoint_is_not_the_current_folder(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """An unset variable of a shell is one, where the current folder may be another checkpoint."""
+    monkeypatch.chdir(folder)
+    done = run(command, "")
+    assert (done.code, done.out) == (2, "")
+    assert "it is empty: is a variable of the shell unset?" in done.err
+    assert run(command, ".").code == 0
+
+
 def test_closed_streams_do_not_become_files() -> None:
     """No file that is opened later gets the number of a closed stream; closed input is empty."""
     code = (

@@ -487,7 +487,10 @@ def test_one_layer_is_in_memory_at_a_time(
 
 
 def test_the_command_writes_it(
-    checkpoint: Callable[..., Path], run: Callable[..., tuple[int, str, str]], tmp_path: Path
+    checkpoint: Callable[..., Path],
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """convert reports what it did; the result loads, and a folder in use is wrong usage."""
     out = tmp_path / "out"
@@ -513,6 +516,8 @@ def test_the_command_writes_it(
     assert "lm_head" in tied["ignore"]  # for readers that would look for its scales
     neither = run("convert", checkpoint("llama"), "--out", tmp_path / "c")
     assert (neither[0], "give --quantization SCHEME or --adapter DIR" in neither[2]) == (2, True)
+    monkeypatch.setenv("HOME", str(tmp_path))  # whose ~ a shell leaves in --out=~/out
+    assert run("convert", checkpoint("llama"), "--quantization=fp8", "--out=~/out")[0] == 2
     both = ("--quantization", "fp8", "--adapter", tmp_path)
     code, _, error = run("convert", checkpoint("llama"), *both, "--out", tmp_path / "c")
     assert (code, "give only one of --quantization and --adapter" in error) == (2, True)

@@ -118,7 +118,9 @@ def run(arguments: list[str]) -> int:
 
 def _show_usage_error(error: Exception) -> None:
     message = error.format_message()  # type: ignore[attr-defined]  # of click's class, or typer's
-    message = message.replace(": Value error, ", ": ", 1)  # pydantic's words, by which typer reads
+    # Words of pydantic's, by which typer reads values.
+    message = message.replace(": Value error, ", ": ", 1)
+    message = re.sub(r": Input (should .*?)(, unable to parse .*)?$", r": \1", message)
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         complain(message)

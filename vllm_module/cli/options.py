@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from vllm_module.config import ModelConfig
 
+EMPTY = "it is empty: is a variable of the shell unset?"
 TIMEOUT = 1800.0  # as in LoadConfig, which help does not import
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's copy of it
 
@@ -43,8 +44,10 @@ def _listed(choices: Iterable[Enum]) -> str:
 def _there(source: str) -> str:
     """Return a path that is there, or what is no path; before torch is imported, which takes long.
 
-    Raises ``CheckpointFormatError`` for a path without a file or folder.
+    Raises ``CheckpointFormatError`` for a path without a file or folder, and a usage error for "".
     """
+    if not source:  # pathlib's name of the current folder
+        raise typer.BadParameter(EMPTY)
     from vllm_module.weights.source import local_path
 
     if "://" not in source:
@@ -336,15 +339,19 @@ def check_out(out: Path) -> None:
     from vllm_module.export.folder import demand_free
 
     try:
-        demand_free(out)
+        demand_free(Path(os.path.expanduser(out)))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--out") from None
 
 
-def check_file(path: Path | None, option: str) -> None:
-    """Raise a usage error if a file that is written at the end has no place to be written to."""
+def check_file(path: Path | None, option: str) -> Path | None:
+    """Return the path of a file that is written at the end, with the folder that ``~`` stands for.
+
+    Raises a usage error if it has no place to be written to.
+    """
     if path is None:
-        return
+        return None
+    path = Path(os.path.expanduser(path))  # a shell leaves --plot=~/a.png as it is
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         problem = "is a folder: name a file in it"
@@ -353,7 +360,7 @@ def check_file(path: Path | None, option: str) -> None:
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
         problem = "cannot be written here: name another place"
     else:
-        return
+        return path
     raise typer.BadParameter(f"{printable(path)} {problem}", param_hint=option)
 
 

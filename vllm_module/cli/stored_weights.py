@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from vllm_module.cli.choices import LoadFormat
-from vllm_module.cli.options import WeightOptions
+from vllm_module.cli.options import EMPTY, WeightOptions
 
 if TYPE_CHECKING:
     from vllm_module.weights.source import Source
@@ -26,8 +26,10 @@ StoredSource: TypeAlias = Annotated[
 def find_weights(source: str, weights: WeightOptions) -> tuple[Source, Path]:
     """Return the source of stored weights, and the path or URL that messages name.
 
-    Raises a usage error for dummy weights. A download draws its own bars.
+    Raises a usage error for dummy weights, and for "". A download draws its own bars.
     """
+    if not source:
+        raise typer.BadParameter(EMPTY, param_hint="CKPT")
     if weights.load_format is LoadFormat.dummy:
         raise typer.BadParameter(
             "dummy weights are not stored: plan lists those of a model", param_hint="--load-format"

@@ -99,7 +99,7 @@ def bench(
     if plot is not None:
         check_plot(plot)
     if is_first_rank():
-        check_file(plot, "--plot")
+        plot = check_file(plot, "--plot")
     if is_first_rank() and not console(stderr=True).is_terminal:  # which has a bar
         announce(f"loading {printable(source)}")
     with serving(

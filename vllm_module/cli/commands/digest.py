@@ -54,7 +54,7 @@ def digest(
     JSON keys: checkpoint; load_format (or null); digest (of all); tensors (name, dtype, shape,
     digest); different (names that digests.json has another digest of, or null without one).
     """
-    check_file(out, "--out")
+    out = check_file(out, "--out")
     found, path = find_weights(source, weights)
     from vllm_module.weights.digests import (
         DIGESTS,

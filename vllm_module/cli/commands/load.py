@@ -119,8 +119,8 @@ def load(
         check_plot(plot)
     hosts.start(context.find_root().obj, ranks, devices.timeout)
     if is_first_rank():  # which writes them, perhaps on a host that has other folders
-        check_file(trace, "--trace")
-        check_file(plot, "--plot")
+        trace = check_file(trace, "--trace")
+        plot = check_file(plot, "--plot")
     with working("importing torch") if is_first_rank() else nullcontext():
         asked_device = torch_device(devices.device)
         # Imported here because usage errors and help need no torch.

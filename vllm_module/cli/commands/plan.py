@@ -157,8 +157,8 @@ def plan(
             f"expected a multiple of --tp {ranks.tp}, got {expert_parallel_size}",
             param_hint="--expert-parallel-size",
         )
-    check_file(html, "--html")
-    check_file(layout, "--layout")
+    html = check_file(html, "--html")
+    layout = check_file(layout, "--layout")
     if trainer is not None and layout is None:
         raise typer.BadParameter("it is for --layout FILE", param_hint="--source")
     if pp > 1:
