@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from vllm_module.base import waiting
 from vllm_module.distributed.shared_ring import RingShape, SharedRing
@@ -46,6 +47,35 @@ def test_a_buffer_is_not_filled_again_while_a_rank_writes_to_it() -> None:
 
     in_two_threads(run)
     assert written == [(1, 0), (0, 2)]
+
+
+def test_a_buffer_is_not_filled_again_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other host gets each batch, however late the network takes its bytes."""
+    shape, again, sent = RingShape(2, 1, 64), threading.Event(), list[int]()
+
+    class Late:
+        def __init__(self, part: torch.Tensor, **_: Any) -> None:
+            self.part = part
+
+        def wait(self, timeout: object) -> None:
+            again.wait(0.2)
+            sent.append(int(self.part.unique()))
+
+    monkeypatch.setattr(dist, "isend", Late)  # no network is that late for sure
+    mine = {"hosts": [[0], [1]], "failure": lambda *_: "", "rank": 0, "timeout": 60.0}
+    among: Any = mine | {"parts": [[(0, 64), (0, 0)]] * 2}
+    ring = SharedRing(mmap.mmap(-1, shape.nbytes), shape, **among)
+
+    def read(batch: int, buffer: torch.Tensor) -> None:
+        buffer.fill_(batch + 1)
+        if batch:
+            again.set()
+
+    with ring.reading(read):
+        for batch in range(2):
+            assert int(ring.take(batch).unique()) == batch + 1
+            ring.release(batch + 1)
+    assert sent == [1, 2]
 
 
 @pytest.mark.parametrize("says", [True, False])

@@ -132,7 +132,8 @@ class SharedRing:
     def _is_free(self, batch: int) -> bool:
         """Return whether all neighbours have released the batch that was in this one's buffer.
 
-        Those that do not take a batch may release it while others still write to it.
+        This rank's part of it has been sent to other hosts, too. Neighbours that do not take
+        a batch may release it while others still write to it.
         """
         before = batch - self._shape.buffers
         released = all(self._released[each] > before for each in self._neighbours)
@@ -170,14 +171,10 @@ class SharedRing:
                 self._changed.notify_all()
 
     def _fill(self, read: Callable[[int, torch.Tensor], None]) -> None:
-        def may(batch: int) -> bool:
-            sent = not self._others or self._sent > batch - self._shape.buffers
-            return sent and self._is_free(batch)
-
         def fill(batch: int, part: torch.Tensor) -> None:
             read(batch, self._buffers[batch % self._shape.buffers])
 
-        self._for_each_part(self._rank, may, fill, partial(self._announce, self._rank))
+        self._for_each_part(self._rank, self._is_free, fill, partial(self._announce, self._rank))
 
     def _send(self, targets: Sequence[int]) -> None:
         def is_read(batch: int) -> bool:
