@@ -213,6 +213,21 @@ def test_experts_have_names_of_their_own_and_the_library_reads_them(
     assert router in config["quantization_config"]["ignore"]
 
 
+@pytest.mark.parametrize(
+    ("scheme", "strategy"), [("fp8_per_channel", "group"), ("fp8_per_block", "token")]
+)
+def test_only_layers_with_blocks_decide_on_scales_of_inputs(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, strategy: str
+) -> None:
+    """A block ends with the 96 inputs of down_proj, and not with the 64 of the other layers."""
+    overrides: Any = {r"re:.*\.down_proj": "fp8_per_block"} if strategy == "group" else {}
+    asked = QuantizationConfig(scheme=scheme, overrides=overrides, weight_block_size=(8, 24))
+    convert(ModelConfig(model=str(checkpoint("qwen2")), quantization=asked), tmp_path / "out")
+    schema = Schema.model_validate(entries(tmp_path / "out")["quantization_config"])
+    (group,) = [each for each in schema.config_groups.values() if each.weights.block_structure]
+    assert group.input_activations.strategy == strategy
+
+
 @pytest.mark.parametrize("block", [(2, 8), (8, 2)])
 def test_inputs_have_a_scale_for_each_block_of_a_row(
     checkpoint: Callable[..., Path], tmp_path: Path, block: tuple[int, int]
