@@ -42,7 +42,8 @@ def load(folder: Path, **entries: Any) -> vLLMModule:
 
 def to_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     config["torch_dtype"] = config.pop("dtype")
-    if "rope_parameters" not in config:  # GPT-2 has learned positions
+    newer = config["model_type"] in ("lfm3", "olmo_hybrid")  # of no transformers 4
+    if newer or "rope_parameters" not in config:  # GPT-2 has learned positions
         return config
     rope = config.pop("rope_parameters")
     types = config.pop("layer_types", None)

@@ -406,7 +406,7 @@ def test_files_that_do_not_fit_are_refused(dense: Path, tmp_path: Path) -> None:
     with open_checkpoint(tmp_path, "mistral") as checkpoint:
         assert len(checkpoint) == len(names)
     loading = LoadConfig(load_format="mistral")
-    with pytest.raises(CheckpointFormatError, match=r"params.json"):
+    with pytest.raises(CheckpointFormatError, match="'mistral', but of 'safetensors'"):
         get_model(model_config=ModelConfig(model=str(dense / "hf")), load_config=loading)
 
 

@@ -154,7 +154,7 @@ def test_a_damaged_second_file_is_refused_before_anything_is_read(folder: Path) 
 
 
 def test_a_folder_without_weights_says_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFormatError, match=r"there is nothing\. check the path"):
+    with pytest.raises(CheckpointFormatError, match=r"there is nothing\. Check the path"):
         open_checkpoint(tmp_path)
     for index in range(25):
         (tmp_path / f"file{index:02}.txt").touch()
