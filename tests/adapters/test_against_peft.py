@@ -218,3 +218,28 @@ def test_stages(tuned: Callable[[str], Any]) -> None:
         held = {path.split(".")[2] for path, _ in adapter.named_parameters() if ".layers." in path}
         assert held == {str(stage)}
     torch.testing.assert_close(passed, one.logits, rtol=0, atol=1e-5)
+
+
+def test_names_that_transformers_does_not_have(tmp_path: Path) -> None:
+    """PEFT passes over names of other models; ours are among them: w2 is down_proj there.
+
+    A and B that a file lacks of one layer alone are missed.
+    """
+    theirs = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    entries = SUPPORT["_SIZES"] | {"head_dim": 8, "pad_token_id": None}
+    entries["layer_types"] = ["conv", "full_attention"]
+    for kind, lost in ("lfm2", "w2"), ("lfm3", "g_proj"):
+        base, folder, ids = tmp_path / kind, tmp_path / f"{kind} adapter", torch.arange(3, 48, 5)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **entries)).eval()
+        model.save_pretrained(base)
+        with torch.no_grad():
+            base_logits = model(ids[None]).logits[0]
+            logits = adapt(model, folder, target_modules=theirs)(ids[None]).logits[0]
+        assert not any(lost in name for name in load_file(folder / "adapter_model.safetensors"))
+        assert_as_peft(Tuned(base, folder, ids, base_logits, logits), 2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "lfm3")
+    adapt(model, folder, target_modules=["w2"])
+    path = folder / "adapter_model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if ".layers.0." not in k}, path)
+    with pytest.raises(WeightLoadError, match=r"missing 2[^$]*layers\.0\.feed_forward\.down_proj"):
+        load_adapter(load_base(tmp_path / "lfm3"), folder)

@@ -99,7 +99,7 @@ def test_experts_that_peft_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureF
     base = load_base(tmp_path / "base")
     adapter = load_adapter(base, tmp_path / "adapter")
     torch.testing.assert_close(adapted_logits(base, adapter, IDS), logits, rtol=0, atol=1e-5)
-    assert "experts that the adapter has no A and B for" in caplog.text
+    assert "modules that the adapter has no A and B for" in caplog.text
 
 
 ORDERS = [("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("down", "x_down")]

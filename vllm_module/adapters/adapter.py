@@ -19,7 +19,7 @@ from torch import nn
 from vllm_module.adapters.config import AdapterConfig
 from vllm_module.adapters.copies import without_copies
 from vllm_module.adapters.files import refuse_infinite, warn_of_left_out, warn_of_unnamed
-from vllm_module.adapters.spellings import spellings
+from vllm_module.adapters.spellings import spellings, without_numbers
 from vllm_module.base.messages import printable_name
 from vllm_module.core.fill import Fill
 from vllm_module.core.module import vLLMModule
@@ -351,12 +351,24 @@ class Adapter(AdapterModule):
             filled.setdefault(fill.location.node.module, set()).update(fill.slots)
         # In transformers 5 experts are no modules, and PEFT leaves them out of some adapters.
         has_experts = any(_is_of_experts(cast(LoRALayer, each)) for each in filled)
+        has = {
+            without_numbers(cast(LoRALayer, layer).modules_of[slot])
+            for layer, slots in filled.items()
+            for slot in slots
+        }
         for layer in self.layers():
             present = filled.get(layer, set())
             needed = {slot for slot, each in layer.spelled.items() if self._targets(layer, each)}
             if needed and not has_experts and _is_of_experts(layer) and not layer.is_parameter:
                 left_out += (layer.modules_of[slot] for slot in needed)
                 needed = set()
+            # Of a module's names, transformers and so PEFT know only one, and no file says which.
+            for slot in sorted(needed - present):
+                name = layer.modules_of[slot]
+                every = all(self._targets(layer, [each]) for each in layer.spelled[slot])
+                if not every and without_numbers(name) not in has:
+                    left_out.append(name)
+                    needed.remove(slot)
             layer.absent = frozenset(layer.modules_of) - present - needed
             unnamed += (layer.modules_of[slot] for slot in present - needed)
             if present or needed:

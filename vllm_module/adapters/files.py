@@ -174,11 +174,12 @@ def warn_of_unnamed(modules: Iterable[str]) -> None:
         )
 
 
-def warn_of_left_out(experts: Iterable[str]) -> None:
-    """Log experts that ``target_modules`` names, of an adapter that has A and B of none."""
-    if names := fold(sorted(experts)):
+def warn_of_left_out(modules: Iterable[str]) -> None:
+    """Log modules that ``target_modules`` names, of an adapter that has A and B of none of them."""
+    if names := fold(sorted(modules)):
         _log.warning(
-            "target_modules names experts that the adapter has no A and B for; they stay as they "
-            "are, as with PEFT and transformers 5, where experts are no modules: %s",
+            "target_modules names modules that the adapter has no A and B for; they stay as they "
+            "are, as with PEFT and transformers 5, where experts are no modules, and a module has "
+            "only one of its names: %s",
             ", ".join(map(printable_name, names)),
         )

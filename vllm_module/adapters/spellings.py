@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from vllm_module.core.tree import Node
 
 
@@ -21,3 +23,8 @@ def spellings(node: Node, name: str) -> list[str]:
             ]
         above = above.parent
     return found
+
+
+def without_numbers(name: str) -> str:
+    """Return a module's name without those of layers: the same for that module of each layer."""
+    return re.sub(r"\.\d+(?=\.)", "", name)
