@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,34 @@ def test_where_transformers_has_random_experts(
     assert missing == {"experts.up_proj", "experts.down_proj"}
     kept = {re.sub(r"\d+", "*", name.rpartition(".mixer.")[2]) for name in stored(folder)}
     assert {f"experts.*.{each}_proj.weight" for each in ("up", "down")} <= kept
+
+
+@pytest.mark.parametrize(
+    ("scheme", "joined"),
+    [("fp8_per_channel", False), ("int4_per_group", False), ("int4_per_group", True)],
+)
+def test_where_transformers_refuses_convolutions_apart(
+    checkpoint: Callable[..., Path], tmp_path: Path, scheme: Any, joined: bool
+) -> None:
+    """It does not join those of OLMo Hybrid beside packed weights, as docs/checkpoints.md says."""
+    asked = QuantizationConfig(scheme=scheme, group_size=8)
+    convert(ModelConfig(model=str(checkpoint("olmo-hybrid")), quantization=asked), tmp_path / "out")
+    tensors = stored(tmp_path / "out")
+    for name in [name for name in tensors if "q_conv1d" in name and joined]:
+        apart = [tensors.pop(name.replace("q_", f"{part}_")) for part in "qkv"]
+        tensors[name.replace("q_", "")] = torch.cat(apart)
+    save_file(tensors, tmp_path / "out/model.safetensors", {"format": "pt"})
+    how: Any = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    refused = pytest.raises(RuntimeError, match="automatic conversion of the weights")
+    with (
+        warnings.catch_warnings(),
+        refused if scheme[:3] == "int" and not joined else nullcontext(),
+    ):
+        warnings.simplefilter("ignore")
+        _, report = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", output_loading_info=True, **how
+        )
+        assert not report["missing_keys"]
 
 
 def test_what_is_not_quantized_is_copied(
