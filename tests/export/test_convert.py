@@ -97,6 +97,22 @@ def test_a_dtype_that_only_the_tensors_say_stays(
     assert theirs == [torch.bfloat16, torch.bfloat16]
 
 
+def test_the_dtype_is_that_which_transformers_finds(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Norms in float32, which are first in a file, do not make a model of 16 bits one of 32."""
+    original = tmp_path / "original"
+    theirs: Any = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), dtype=torch.bfloat16)
+    theirs.model.norm.float()
+    theirs.save_pretrained(original)
+    config = entries(original)
+    del config["dtype"]
+    (original / "config.json").write_text(json.dumps(config))
+    convert(ModelConfig(model=str(original), quantization="fp8"), tmp_path / "out")
+    wanted = AutoModelForCausalLM.from_pretrained(original).dtype
+    assert str(wanted) == f"torch.{entries(tmp_path / 'out')['dtype']}" == "torch.bfloat16"
+
+
 @pytest.mark.parametrize("case", ["tied, per tensor", "per channel", "per block"])
 def test_transformers_reads_the_same_numbers(
     converted: Callable[[str], tuple[Path, Path]], case: str

@@ -368,7 +368,10 @@ def _parameter_dtype(
         dtypes: list[torch.dtype] = []
         if source is not None:
             with open_weights(source) as checkpoint:
-                dtypes = [handle.dtype for handle in checkpoint.values()]
+                # Files of safetensors have float32 first; transformers reads them by name.
+                kind = getattr(checkpoint, "load_format", None)  # a source of a user has none
+                order = sorted if kind == "safetensors" else list
+                dtypes = [checkpoint[each].dtype for each in order(checkpoint)]
         # The first tensor may be position ids. If no dtype is one of _DTYPES, it is refused by
         # name.
         taken = [*(dtype for dtype in dtypes if dtype in _DTYPES), *dtypes, torch.float32]
