@@ -73,6 +73,7 @@ def test_a_scheme_that_does_not_exist_is_wrong_usage(run: Run, folder: Path) -> 
     [
         ("--dtype", "bf16", "'bfloat16'"),
         ("--dtype", "fp16", "'float16'"),
+        ("--dtype", "FLOAT16", "'float16'"),
         ("--quantization", "fp8_per_chanel", "'fp8_per_channel'"),
         ("--dtype", "x", None),
     ],

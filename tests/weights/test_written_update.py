@@ -96,6 +96,7 @@ def test_what_a_trainer_may_not_write(tmp_path: Path) -> None:
         ([(NORM, ONE), (NORM, some(3))], {}, "comes twice"),
         ([(NORM, some(3)), (NORM, some(4))], {}, "comes twice"),
         ([(NORM, some(3)), (f"steps/{NORM}", ONE)], {}, "comes twice"),
+        ({5: ONE}, {}, "name of a tensor should be text, got 5"),
         ({"__metadata__": ONE}, {}, "__metadata__ cannot be the name of a tensor"),
         ({"a\udc80": ONE}, {}, "cannot be the name of a tensor"),
         ({"a" * 1025: ONE}, {}, "cannot be the name of a tensor"),

@@ -135,5 +135,6 @@ def _closest(message: str) -> str:
     if found is None:
         return ""
     # Half of the letters are enough: fp16 is to find float16.
-    close = difflib.get_close_matches(found[1][:200], re.findall(r"'([^']+)'", found[2]), 1, 0.5)
+    choices = re.findall(r"'([^']+)'", found[2])
+    close = difflib.get_close_matches(found[1][:200].lower(), choices, 1, 0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -78,6 +78,8 @@ def write_update(
     seen: set[str] = set()
     for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
         of_name = {name: weight}
+        if not isinstance(name, str):
+            raise ValueError(f"the name of a tensor should be text, got {shorten(name)}")
         if name == "__metadata__" or name != name.encode(errors="replace").decode():
             raise ValueError(f"{printable_name(name)} cannot be the name of a tensor in a file")
         if isinstance(weight, Changes):
