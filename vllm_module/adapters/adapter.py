@@ -349,7 +349,6 @@ class Adapter(AdapterModule):
         left_out: list[str] = []
         for fill in fills:
             filled.setdefault(fill.location.node.module, set()).update(fill.slots)
-        # In transformers 5 experts are no modules, and PEFT leaves them out of some adapters.
         has_experts = any(_is_of_experts(cast(LoRALayer, each)) for each in filled)
         has = {
             without_numbers(cast(LoRALayer, layer).modules_of[slot])
@@ -359,16 +358,10 @@ class Adapter(AdapterModule):
         for layer in self.layers():
             present = filled.get(layer, set())
             needed = {slot for slot, each in layer.spelled.items() if self._targets(layer, each)}
-            if needed and not has_experts and _is_of_experts(layer) and not layer.is_parameter:
-                left_out += (layer.modules_of[slot] for slot in needed)
-                needed = set()
-            # Of a module's names, transformers and so PEFT know only one, and no file says which.
-            for slot in sorted(needed - present):
-                name = layer.modules_of[slot]
-                every = all(self._targets(layer, [each]) for each in layer.spelled[slot])
-                if not every and without_numbers(name) not in has:
-                    left_out.append(name)
-                    needed.remove(slot)
+            if missing := needed - present:
+                never_made = self._never_made(layer, missing, has, has_experts=has_experts)
+                left_out += (layer.modules_of[slot] for slot in never_made)
+                needed -= never_made
             layer.absent = frozenset(layer.modules_of) - present - needed
             unnamed += (layer.modules_of[slot] for slot in present - needed)
             if present or needed:
@@ -383,6 +376,24 @@ class Adapter(AdapterModule):
         if self.config.target_modules:
             warn_of_unnamed(unnamed)
         warn_of_left_out(left_out)
+
+    def _never_made(
+        self, layer: LoRALayer, missing: set[str], has: set[str], *, has_experts: bool
+    ) -> set[str]:
+        """Return the slots of ``missing`` that PEFT makes no A and B for, though it is told to.
+
+        ``has`` are the modules of any layer, without its number, that the adapter has A and B for.
+        """
+        # In transformers 5 experts are no modules, and PEFT leaves them out of some adapters.
+        if not has_experts and _is_of_experts(layer) and not layer.is_parameter:
+            return missing
+        # Of a module's names, transformers and so PEFT know only one, and no file says which.
+        return {
+            slot
+            for slot in missing
+            if without_numbers(layer.modules_of[slot]) not in has
+            and not all(self._targets(layer, [each]) for each in layer.spelled[slot])
+        }
 
     def _explained(self, problems: Sequence[Problem]) -> list[Problem]:
         """Return the problems of names without a place, as those of the base model's modules."""

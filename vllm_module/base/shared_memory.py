@@ -44,7 +44,7 @@ class OfferedMemory:
         with suppress(OSError, AttributeError):
             self._descriptor = os.memfd_create("vllm-module")
             token = secrets.token_bytes(TOKEN_BYTES)
-            # The memory becomes as long as this is far in it.
+            # Writing at the end gives the memory its size.
             os.pwrite(self._descriptor, token, nbytes - TOKEN_BYTES)
             self.offer = Offer(host_name(), os.getpid(), self._descriptor, token)
 
